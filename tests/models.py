@@ -52,7 +52,7 @@ def tiny_llama(path: Path, layers: int = 8, hidden: int = 64, max_len: int = 204
 
 
 def tiny_tokenizer(path: Path) -> None:
-    """A byte-level BPE without merges: 256 bytes, three special tokens, and fillers, so that every token id has a text."""
+    """Byte-level BPE without merges: 256 bytes, three special tokens and fillers, so that every token id has a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
