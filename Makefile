@@ -20,7 +20,7 @@ help:
 
 install:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.14 found: install one, or name it with make PYTHON=/path/to/python3.11." >&2; exit 1; }
-	@$(PYTHON) scripts/bootstrap.py --venv $(VENV)
+	@$(PYTHON) scripts/bootstrap.py --venv $(VENV) $(if $(FLAVOUR),--flavour $(FLAVOUR))
 
 demo: install
 	@$(BIN)/python examples/demo.py

@@ -30,7 +30,7 @@ def main() -> None:
     if stamp.is_file() and stamp.read_text() == wanted:
         return
     require_python()
-    say(f"Installing the plugin and vLLM ({flavour} build) into {venv.name}: a few minutes, several GB the first time.")
+    say(f"Installing the plugin and vLLM ({flavour} build) into {venv.name}: several GB, a few minutes the first time.")
     create(venv)
     python = python_of(venv)
     install_plugin(python, flavour)
@@ -46,15 +46,16 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Create the virtual environment of this project.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where to create it (default: .venv)")
-    parser.add_argument("--flavour", choices=("cpu", "cuda"), help="vLLM build (default: by whether a GPU answers)")
+    parser.add_argument("--flavour", choices=("cpu", "cuda"), help="vLLM build (default: cuda with two GPUs)")
     return parser.parse_args()
 
 
 def detect_flavour() -> str:
+    """CUDA from two GPUs on: a pipeline stage takes a whole one, and the demo and the tests run two."""
     if shutil.which("nvidia-smi") is None:
         return "cpu"
     answer = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
-    return "cuda" if answer.returncode == 0 and "GPU" in answer.stdout else "cpu"
+    return "cuda" if answer.returncode == 0 and answer.stdout.count("GPU ") > 1 else "cpu"
 
 
 def fingerprint(flavour: str) -> str:
@@ -146,7 +147,7 @@ def output(python: Path, code: str) -> str:
 
 
 def pip(python: Path, *arguments: str, check: bool = True) -> int:
-    quiet = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    quiet = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([python, "-m", "pip", *arguments, "--quiet"], env=quiet, check=False)
     if done.returncode and check:
         fail(f"`pip {' '.join(arguments)}` failed (see above): fix what it names and run this again.")
