@@ -68,6 +68,7 @@ class Server:
         self.command = [*vllm_command(), "serve", str(model), *self.address(), *flags]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
         self.process: subprocess.Popen[bytes] | None = None
+        self.killed: list[int] = []  # processes that did not end by themselves
 
     @property
     def url(self) -> str:
@@ -134,6 +135,7 @@ class Server:
             process.send_signal(signal.SIGTERM)
         self.await_empty(process, grace)
         for pid in process_group(process.pid):
+            self.killed.append(pid)
             kill(pid)
         return process.wait()
 
