@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.14
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
-SOURCES := vllm_spd kernels examples benchmarks scripts tests setup.py
+SOURCES := $(wildcard vllm_spd kernels examples benchmarks scripts tests setup.py)
 
 .PHONY: help install demo test lint format slow clean
 

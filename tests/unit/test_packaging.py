@@ -31,7 +31,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("vllm_spd", "kernels", "tests", "examples", "benchmarks"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(out)]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
     with zipfile.ZipFile(next(out.glob("*.whl"))) as archive:
