@@ -52,7 +52,7 @@ class SampleDataset(Dataset[dict[str, Any]]):
 
 
 def collate(items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Right-padded batch: input_ids, loss_mask, position_ids [B, S]; with features also hidden [B, S, A+1, H], top1 [R]."""
+    """Right-padded batch: input_ids, loss_mask, position_ids [B, S]; if cached also hidden [B, S, A+1, H], top1 [R]."""
     batch = {name: pad_sequence([item[name] for item in items], True) for name in ("input_ids", "loss_mask")}
     batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]).contiguous()
     if "hidden" in items[0]:
