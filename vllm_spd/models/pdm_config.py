@@ -10,7 +10,7 @@ from vllm_spd.models.rows import RowLayout
 
 __all__ = ["FAMILIES", "HEADS", "KINDS", "PDMConfig"]
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5")
 HEADS = ("own", "tied")
 KINDS = ("pdm", "early_exit")
 LAYER_VALUES = (
@@ -34,9 +34,9 @@ LAYER_VALUES = (
 class PDMConfig(PretrainedConfig):
     """Configuration of a pipeline draft module. Raises ValueError for values that do not fit together.
 
-    The draft vocabulary itself is the int64 tensor `draft_token_ids` [draft_vocab_size] in model.safetensors: the sorted
-    target token ids that the draft head's rows stand for. norm.weight there is the whole factor, also for targets whose
-    RMSNorm multiplies by (1 + weight).
+    The draft vocabulary itself is the int64 tensor `draft_token_ids` [draft_vocab_size] in model.safetensors: the
+    sorted target token ids that the draft head's rows stand for. norm.weight there is the whole factor, also for
+    targets whose RMSNorm multiplies by (1 + weight).
     """
 
     model_type = "spd_pdm"

@@ -63,7 +63,7 @@ class RowLayout:
         return self.row_types.index(self.num_anchors(distance))
 
     def key_distance(self, query_distance: int, gap: int) -> int:
-        """Distance of the row that a query row sees `gap` >= 0 positions before it, within one cycle or in the cache."""
+        """Distance of the row that a query row sees `gap` >= 0 positions before it, in this cycle or cached."""
         return min(self.num_stages, query_distance + gap)
 
     def anchor_owner(self, anchor: int) -> int:
@@ -78,7 +78,7 @@ class RowLayout:
             raise ValueError(f"num_stages is {self.num_stages}: use at least 1.")
         if len(self.stage_layers) != self.num_stages:
             raise ValueError(
-                f"stage_layers lists {len(self.stage_layers)} stages but num_stages is {self.num_stages}: make them equal."
+                f"stage_layers lists {len(self.stage_layers)} stages, but num_stages is {self.num_stages}."
             )
         if min(self.stage_layers) < 0 or self.total_layers < 1:
             raise ValueError(f"stage_layers {list(self.stage_layers)} must be 0 or more each and at least 1 in total.")

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
 from vllm_spd.models.pdm_config import LAYER_VALUES, PDMConfig
 
@@ -22,20 +23,24 @@ class Family:
 
     config: type[PretrainedConfig]
     layer: type[nn.Module]
-    norm: type[nn.Module]
     rotary: type[nn.Module]
 
     def layer_config(self, config: PDMConfig) -> PretrainedConfig:
         """A config of this family with the drafter's sizes; attention runs through torch's SDPA."""
-        built = self.config(num_hidden_layers=max(1, config.num_layers), **config.layer_values())
+        count = max(1, config.num_layers)
+        values = config.layer_values()
+        if config.family != "llama":
+            values["layer_types"] = ["full_attention"] * count
+        built = self.config(num_hidden_layers=count, **values)
         built._attn_implementation = "sdpa"
         return built
 
 
 FAMILIES = {
-    "llama": Family(LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
-    "qwen2": Family(Qwen2Config, Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding),
-    "qwen3": Family(Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
+    "llama": Family(LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding),
+    "qwen2": Family(Qwen2Config, Qwen2DecoderLayer, Qwen2RotaryEmbedding),
+    "qwen3": Family(Qwen3Config, Qwen3DecoderLayer, Qwen3RotaryEmbedding),
+    "qwen3_5": Family(Qwen3_5TextConfig, Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding),
 }
 
 FAMILY_OF = {
@@ -50,11 +55,15 @@ FAMILY_OF = {
     "qwen3_5_moe": "qwen3",
     "qwen3_5_moe_text": "qwen3",
 }
-"""Target model_type -> family of the drafter's layers: MoE and hybrid targets get dense full-attention layers."""
+"""Target model_type -> family of a new drafter's layers: MoE and hybrid targets get dense full-attention layers.
+
+Family "qwen3_5" (gated attention, partial rotary embedding) exists for converted checkpoints only.
+"""
 
 ONE_PLUS_NORMS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """Targets whose RMSNorm multiplies by (1 + weight)."""
 
+PARTIAL_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 INFERRED = {"attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
 
 
@@ -71,14 +80,16 @@ def family_of(target: PretrainedConfig) -> str:
 def layer_values_of(target: PretrainedConfig) -> dict[str, Any]:
     """The target's sizes for the drafter's layers, as PDMConfig fields.
 
-    A mixture-of-experts target without a dense size gets 3 hidden sizes; its rotary settings are kept as they are, so a
-    partial rotary embedding stays partial.
+    A mixture-of-experts target without a dense size gets 3 hidden sizes. A partial rotary embedding becomes a whole
+    one: Qwen3's dense layer knows no other, and a layer trained from scratch does not mind.
     """
     text = target.get_text_config()
-    values = {name: getattr(text, name, INFERRED.get(name)) for name in LAYER_VALUES}
+    values: dict[str, Any] = {name: getattr(text, name, INFERRED.get(name)) for name in LAYER_VALUES}
     values["head_dim"] = values["head_dim"] or text.hidden_size // text.num_attention_heads
     values["intermediate_size"] = values["intermediate_size"] or 3 * text.hidden_size
     values["attention_bias"] = bool(values["attention_bias"])
+    rope = dict(values["rope_parameters"] or {})
+    values["rope_parameters"] = {name: value for name, value in rope.items() if name not in PARTIAL_ROPE}
     return values
 
 

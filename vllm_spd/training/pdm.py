@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
 
 from vllm_spd.models.pdm_config import PDMConfig
 from vllm_spd.training.families import FAMILIES
@@ -49,7 +50,7 @@ class PDM(PreTrainedModel):
         self.layout = config.layout
         self.aggr_projs = nn.ModuleList(nn.Linear(length * width, width, bias=False) for length in self.row_types)
         self.spec_layers = nn.ModuleList(family.layer(layer_config, index) for index in range(config.num_layers))
-        self.norm = family.norm(width, config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.rotary = family.rotary(layer_config)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.head == "own" else None
         self.register_buffer("draft_token_ids", torch.arange(config.draft_vocab_size))
@@ -120,7 +121,7 @@ class PDM(PreTrainedModel):
         """Attention output [B, S, heads * head_dim] of the rows of one distance over the rows they may see."""
         attention = layer.self_attn
         groups = merged_blocks(distance, [id(block) for block in blocks])
-        query = self.heads(attention, "q", layer.input_layernorm(blocks[distance]))
+        query, gate = self.queries(attention, layer.input_layernorm(blocks[distance]))
         query = apply_rotary_pos_emb(query, query, *cos_sin)[0]
         keys, values = [], []
         for first, _ in groups:
@@ -132,10 +133,19 @@ class PDM(PreTrainedModel):
         out = F.scaled_dot_product_attention(
             query, torch.cat(keys, 2), torch.cat(values, 2), mask, scale=attention.scaling, enable_gqa=True
         )
-        return out.transpose(1, 2).flatten(2)
+        out = out.transpose(1, 2).flatten(2)
+        return out if gate is None else out * gate.sigmoid()
+
+    def queries(self, attention: Any, x_BSH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(queries [B, heads, S, head_dim], output gate [B, S, heads * head_dim] where the family has one)."""
+        if self.config.family != "qwen3_5":
+            return self.heads(attention, "q", x_BSH), None
+        both = attention.q_proj(x_BSH).unflatten(-1, (-1, 2 * attention.head_dim))
+        query, gate = both.chunk(2, dim=-1)
+        return attention.q_norm(query).transpose(1, 2), gate.flatten(2)
 
     def heads(self, attention: Any, kind: str, x_BSH: Tensor) -> Tensor:
-        """Queries, keys or values [B, heads, S, head_dim], normalised per head where the family does so."""
+        """Plain queries, keys or values [B, heads, S, head_dim], normalised per head where the family does so."""
         x = getattr(attention, f"{kind}_proj")(x_BSH).unflatten(-1, (-1, attention.head_dim))
         norm = getattr(attention, f"{kind}_norm", None)
         return (x if norm is None else norm(x)).transpose(1, 2)
