@@ -148,10 +148,22 @@ def output(python: Path, code: str) -> str:
 
 def pip(python: Path, *arguments: str, check: bool = True) -> int:
     quiet = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([python, "-m", "pip", *arguments, "--quiet"], env=quiet, check=False)
-    if done.returncode and check:
+    with subprocess.Popen([python, "-m", "pip", *arguments, "--quiet"], env=quiet) as process:
+        status = wait(process)
+    if status and check:
         fail(f"`pip {' '.join(arguments)}` failed (see above): fix what it names and run this again.")
-    return done.returncode
+    return status
+
+
+def wait(process: subprocess.Popen[bytes], beat: int = 30) -> int:
+    """Exit status; every `beat` seconds a sign of life, since pip says nothing for minutes."""
+    seconds = 0
+    while True:
+        try:
+            return process.wait(timeout=beat)
+        except subprocess.TimeoutExpired:
+            seconds += beat
+            say(f"  … still installing ({seconds} s)")
 
 
 def say(line: str) -> None:
