@@ -16,7 +16,15 @@ from transformers import AutoConfig, PretrainedConfig
 
 from vllm_spd.models.pdm_config import LAYER_VALUES, PDMConfig
 
-__all__ = ["check_tensors", "convert_v11", "expected_shapes", "read_checkpoint", "write_checkpoint"]
+__all__ = [
+    "CheckpointError",
+    "check_tensors",
+    "convert_v11",
+    "expected_shapes",
+    "load_config",
+    "read_checkpoint",
+    "write_checkpoint",
+]
 
 WEIGHTS = "model.safetensors"
 NEEDED = ("hidden_size", "vocab_size", "draft_vocab_size", "num_stages", "num_spec_layers", "aggr_feature_bound")
@@ -34,22 +42,38 @@ V11_FAMILY = {
 """Target model_type -> family of the authors' layers: hybrid targets keep their gated full attention."""
 
 
-def read_checkpoint(folder: str | Path) -> tuple[PDMConfig, dict[str, Tensor]]:
-    """Config and checked tensors of a checkpoint folder. Raises ValueError for a folder that holds no sound drafter."""
+class CheckpointError(ValueError):
+    """A drafter checkpoint, or a file to convert, that is missing, broken or made for something else."""
+
+
+def load_config(folder: str | Path) -> PDMConfig:
+    """Config of a checkpoint folder. Raises CheckpointError for a folder that holds no drafter."""
     folder = Path(folder)
     for name in ("config.json", WEIGHTS):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} has no {name}: give the folder that `vllm-spd train` or `convert` wrote.")
-    if json.loads((folder / "config.json").read_text()).get("model_type") != PDMConfig.model_type:
-        raise ValueError(f"{folder}/config.json describes no SPD drafter: give the folder that `vllm-spd train` wrote.")
-    config = PDMConfig.from_pretrained(folder)
-    tensors = load_file(folder / WEIGHTS)
-    check_tensors(config, tensors, str(folder / WEIGHTS))
+            raise CheckpointError(f"{folder} has no {name}: give the folder that `vllm-spd train` or `convert` wrote.")
+    try:
+        content = json.loads((folder / "config.json").read_text())
+        if content.get("model_type") == PDMConfig.model_type:
+            return PDMConfig.from_pretrained(folder)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}/config.json is not sound: {error}") from None
+    raise CheckpointError(
+        f"{folder}/config.json describes no SPD drafter: give the folder that `vllm-spd train` wrote."
+    )
+
+
+def read_checkpoint(folder: str | Path) -> tuple[PDMConfig, dict[str, Tensor]]:
+    """Config and checked tensors of a checkpoint folder. Raises CheckpointError when it holds no sound drafter."""
+    config = load_config(folder)
+    weights = Path(folder) / WEIGHTS
+    tensors = load_file(weights)
+    check_tensors(config, tensors, str(weights))
     return config, tensors
 
 
 def write_checkpoint(folder: str | Path, config: PDMConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint folder. Raises ValueError when tensors and config do not fit together."""
+    """Write a checkpoint folder. Raises CheckpointError when tensors and config do not fit together."""
     check_tensors(config, tensors, "the new checkpoint")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,19 +126,19 @@ def layer_shapes(config: PDMConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(config: PDMConfig, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raises ValueError naming the first tensor that is missing, has a wrong shape, or is not expected."""
+    """Raises CheckpointError naming the first tensor that is missing, has a wrong shape, or is not expected."""
     wanted = expected_shapes(config)
     for name, shape in wanted.items():
         if name not in tensors:
-            raise ValueError(f"{where} lacks the tensor {name} {list(shape)}.")
+            raise CheckpointError(f"{where} lacks the tensor {name} {list(shape)}.")
         if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{where} holds {name} as {list(tensors[name].shape)}, but {list(shape)} is needed.")
+            raise CheckpointError(f"{where} holds {name} as {list(tensors[name].shape)}, but {list(shape)} is needed.")
     for name in tensors:
         if name not in wanted:
-            raise ValueError(f"{where} holds the tensor {name}, which this config has no use for.")
+            raise CheckpointError(f"{where} holds the tensor {name}, which this config has no use for.")
     ids = tensors["draft_token_ids"].long()
     if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
-        raise ValueError(
+        raise CheckpointError(
             f"draft_token_ids in {where} must be increasing ids of the target's {config.vocab_size} tokens."
         )
 
@@ -122,12 +146,12 @@ def check_tensors(config: PDMConfig, tensors: Mapping[str, Tensor], where: str) 
 def convert_v11(source: str | Path, out: str | Path, target: str | None = None) -> PDMConfig:
     """Convert an authors' file, using the target's config and final norm. Returns the new checkpoint's config.
 
-    Raises ValueError for a file of another version, with missing keys or wrong shapes, and FileNotFoundError without a file.
+    Raises CheckpointError for a file of another version, with missing keys or with wrong shapes.
     """
     values, state = load_v11(Path(source))
     target_path = target or str(values.get("base_model_path") or "")
     if not target_path:
-        raise ValueError(f"{source} names no target: pass --target with the target's folder or name.")
+        raise CheckpointError(f"{source} names no target: pass --target with the target's folder or name.")
     base = AutoConfig.from_pretrained(target_path).get_text_config()
     config = v11_config(values, base, target_path, str(source))
     tensors = v11_tensors(values, state, config, str(source))
@@ -144,20 +168,22 @@ def load_v11(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{source} is not a plain PyTorch weights file ({str(error).splitlines()[0]}).") from None
+        raise CheckpointError(f"{source} is not a plain PyTorch weights file ({str(error).splitlines()[0]}).") from None
     if not isinstance(content, dict) or "state_dict" not in content or "config" not in content:
-        raise ValueError(f"{source} is not an authors' file: it must hold state_dict and config.")
+        raise CheckpointError(f"{source} is not an authors' file: it must hold state_dict and config.")
     values, state = content["config"], content["state_dict"]
     version = values.get("version")
     if version not in (11, 12):
-        raise ValueError(
+        raise CheckpointError(
             f"{source} has version {version}: only version 11 files can be converted (v10 works differently)."
         )
     missing = [name for name in NEEDED if name not in values]
     if missing:
-        raise ValueError(f"The config in {source} lacks {', '.join(missing)}: it is not a complete version 11 file.")
+        raise CheckpointError(
+            f"The config in {source} lacks {', '.join(missing)}: it is not a complete version 11 file."
+        )
     if not values.get("trained_with_use_deepest", True):
-        raise ValueError(
+        raise CheckpointError(
             f"{source} was trained without deepest rows, which this drafter always uses: it cannot be converted."
         )
     return values, state
@@ -166,11 +192,13 @@ def load_v11(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def v11_config(values: Mapping[str, Any], base: PretrainedConfig, target_path: str, source: str) -> PDMConfig:
     family = V11_FAMILY.get(base.model_type)
     if family is None:
-        raise ValueError(
+        raise CheckpointError(
             f"Targets of type {base.model_type!r} cannot be converted: use one of {', '.join(V11_FAMILY)}."
         )
     if (values["hidden_size"], values["vocab_size"]) != (base.hidden_size, base.vocab_size):
-        raise ValueError(f"{source} was made for another target than {target_path}: hidden size or vocabulary differ.")
+        raise CheckpointError(
+            f"{source} was made for another target than {target_path}: hidden size or vocabulary differ."
+        )
     sizes = {name: getattr(base, name) for name in LAYER_VALUES if getattr(base, name, None) is not None}
     sizes.setdefault("head_dim", base.hidden_size // base.num_attention_heads)
     sizes.setdefault("intermediate_size", values.get("spec_intermediate_size_fallback"))
@@ -193,7 +221,7 @@ def v11_stages(values: Mapping[str, Any], num_layers: int, source: str) -> list[
     if stages:
         return list(stages)
     if num_layers % values["num_stages"]:
-        raise ValueError(
+        raise CheckpointError(
             f"{source} splits {num_layers} layers into {values['num_stages']} unequal stages without saying how."
         )
     return [num_layers // values["num_stages"]] * values["num_stages"]
@@ -205,7 +233,7 @@ def v11_tensors(
     """The file's tensors under this project's names, without rotary buffers and projections that no row uses."""
     count = values.get("num_aggr_types", len(config.anchors or ()))
     if count != len(config.anchors or ()):
-        raise ValueError(
+        raise CheckpointError(
             f"{source} has {count} row types and {len(config.anchors or ())} anchors: they must be as many."
         )
     tensors = {name: tensor for name, tensor in state.items() if name.startswith(("spec_layers.", "lm_head."))}
@@ -213,13 +241,13 @@ def v11_tensors(
     for index, length in enumerate(config.layout.row_types):
         name = f"aggr_projs.{length - 1}.weight"
         if name not in state:
-            raise ValueError(f"{source} lacks the tensor {name}.")
+            raise CheckpointError(f"{source} lacks the tensor {name}.")
         tensors[f"aggr_projs.{index}.weight"] = state[name]
     if "lm_head.weight" not in tensors:
-        raise ValueError(f"{source} lacks the tensor lm_head.weight.")
+        raise CheckpointError(f"{source} lacks the tensor lm_head.weight.")
     ids = values.get("draft_token_ids", state.get("draft_token_ids"))
     if ids is None and config.draft_vocab_size != config.vocab_size:
-        raise ValueError(
+        raise CheckpointError(
             f"{source} has a draft vocabulary of {config.draft_vocab_size} tokens but lacks draft_token_ids."
         )
     ids = torch.arange(config.vocab_size) if ids is None else torch.as_tensor(ids).long()
@@ -230,7 +258,7 @@ def v11_tensors(
 
 def check_rows(head: Tensor, ids: Tensor, source: str) -> None:
     if head.shape[0] != ids.numel():
-        raise ValueError(f"{source} has {head.shape[0]} rows in lm_head.weight for {ids.numel()} draft tokens.")
+        raise CheckpointError(f"{source} has {head.shape[0]} rows in lm_head.weight for {ids.numel()} draft tokens.")
 
 
 def read_final_norm(target: str) -> Tensor:
@@ -245,4 +273,4 @@ def read_final_norm(target: str) -> Tensor:
             for name in tensors.keys():  # noqa: SIM118
                 if name in ("model.norm.weight", "model.language_model.norm.weight", "norm.weight"):
                     return tensors.get_tensor(name)
-    raise ValueError(f"{target} holds no final norm (model.norm.weight) in its safetensors files.")
+    raise CheckpointError(f"{target} holds no final norm (model.norm.weight) in its safetensors files.")
