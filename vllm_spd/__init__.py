@@ -1,0 +1,1 @@
+"""Speculative Pipeline Decoding (SPD) for vLLM."""

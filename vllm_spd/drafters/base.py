@@ -1,0 +1,61 @@
+"""What a drafter is: something that sees the rows of a step and predicts one token for each request that wants one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Drafter", "Rows"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one request in one step, on the first rank.
+
+    Attributes:
+        req_id: vLLM's id of the request.
+        prompt_token_ids: its prompt.
+        output_token_ids: its other tokens up to and including this step's last row, drafts included.
+        start: position of the first row; everything known at or after it from earlier steps is void.
+        num_rows: number of rows.
+        wants_draft: whether the last row is the newest token and its successor shall be predicted.
+    """
+
+    req_id: str
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    start: int
+    num_rows: int
+    wants_draft: bool
+
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self.start + self.num_rows
+
+    def token(self, position: int) -> int:
+        """The token at a position before `end`."""
+        num_prompt = len(self.prompt_token_ids)
+        return (
+            self.prompt_token_ids[position] if position < num_prompt else self.output_token_ids[position - num_prompt]
+        )
+
+
+class Drafter(ABC):
+    """Lives on the first rank. Called once a step, after the stage's output has left for the next rank.
+
+    A drafter may hold state per request. It learns of a flush by a step that starts before the last one ended.
+    """
+
+    def observe(self, rows: Sequence[Rows]) -> None:
+        """Take note of a step's rows, also of requests that want no draft."""
+        del rows
+
+    @abstractmethod
+    def propose(self, rows: Sequence[Rows]) -> list[int | None]:
+        """Predict the token after each request's last row; None where there is no idea. Same order as `rows`."""
+
+    def forget(self, req_id: str) -> None:
+        """The request is finished or was preempted: drop its state."""
+        del req_id

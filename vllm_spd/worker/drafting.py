@@ -1,0 +1,96 @@
+"""Runs the drafter on the first rank and keeps its mistakes away from the requests."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.outputs import DraftTokenIds
+
+from vllm_spd.config import SPDConfig, SPDConfigError
+from vllm_spd.drafters.base import Drafter, Rows
+from vllm_spd.drafters.ngram import NgramDrafter
+from vllm_spd.messages import StepPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+__all__ = ["Drafting", "load_drafter"]
+
+logger = init_logger(__name__)
+
+
+class Drafting:
+    """One step in, one `DraftTokenIds` out. A drafter that fails costs drafts, never a request."""
+
+    def __init__(self, drafter: Drafter, runner: Any) -> None:
+        """
+        Args:
+            drafter: makes the predictions.
+            runner: vLLM's model runner of the first rank; its `requests` hold the tokens.
+        """
+        self.drafter = drafter
+        self._runner = runner
+        self._vocab_size: int = runner.model_config.get_vocab_size()
+        self.num_failures = 0
+
+    @classmethod
+    def create(cls, spd: SPDConfig, runner: Any) -> Drafting:
+        """Load the drafter that the configuration names."""
+        return cls(load_drafter(spd), runner)
+
+    def run(self, scheduler_output: SchedulerOutput, plan: StepPlan) -> DraftTokenIds:
+        """Show the step to the drafter and ask for the drafts that the plan wants."""
+        for req_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+            self.drafter.forget(req_id)
+        rows = self._rows(scheduler_output, frozenset(plan.draft_req_ids))
+        wanted = [row for row in rows if row.wants_draft]
+        drafts = self._drafts(rows, wanted)
+        return DraftTokenIds([row.req_id for row in wanted], [[] if d is None else [d] for d in drafts])
+
+    def _rows(self, scheduler_output: SchedulerOutput, wanted: frozenset[str]) -> list[Rows]:
+        rows = []
+        for req_id in self._runner.input_batch.req_ids:
+            state = self._runner.requests[req_id]
+            rows.append(
+                Rows(
+                    req_id=req_id,
+                    prompt_token_ids=state.prompt_token_ids or (),
+                    output_token_ids=state.output_token_ids,
+                    start=state.num_computed_tokens,
+                    num_rows=scheduler_output.num_scheduled_tokens[req_id],
+                    # Prompts given as embeddings have no tokens to draft from.
+                    wants_draft=req_id in wanted and state.prompt_token_ids is not None,
+                )
+            )
+        return rows
+
+    def _drafts(self, rows: Sequence[Rows], wanted: Sequence[Rows]) -> list[int | None]:
+        try:
+            self.drafter.observe([row for row in rows if row.prompt_token_ids])
+            drafts = self.drafter.propose(wanted) if wanted else []
+        except Exception as error:
+            return self._failed(f"The drafter raised {error!r}", len(wanted))
+        if any(draft is not None and not 0 <= draft < self._vocab_size for draft in drafts):
+            return self._failed(f"The drafter returned a token outside 0 … {self._vocab_size - 1}", len(wanted))
+        return drafts
+
+    def _failed(self, what: str, num_wanted: int) -> list[int | None]:
+        self.num_failures += 1
+        if self.num_failures == 1:
+            logger.exception("%s; its requests go on by plain decoding. Reported once.", what)
+        return [None] * num_wanted
+
+
+def load_drafter(spd: SPDConfig) -> Drafter:
+    """The drafter that the configuration names: a built-in one or `module:Class`."""
+    if spd.drafter == "ngram":
+        return NgramDrafter(spd)
+    module, _, name = spd.drafter.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SPDConfigError(f"Cannot load the drafter {spd.drafter!r}: {error}.") from error
+    return cls(**spd.drafter_options)
