@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,8 +166,8 @@ def load_v11(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise FileNotFoundError(f"{source} does not exist: give an authors' .pt file.")
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{source} is not a plain PyTorch weights file ({str(error).splitlines()[0]}).") from None
+    except Exception:  # a file of some other kind makes the unpickler fail in any way it likes
+        raise CheckpointError(f"{source} is not a PyTorch file of plain tensors: nothing else is loaded.") from None
     if not isinstance(content, dict) or "state_dict" not in content or "config" not in content:
         raise CheckpointError(f"{source} is not an authors' file: it must hold state_dict and config.")
     values, state = content["config"], content["state_dict"]

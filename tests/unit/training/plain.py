@@ -1,4 +1,4 @@
-"""The drafter, evaluated the slow and obvious way: cycle by cycle, row by row, from raw tensors and with a plain cache."""
+"""The drafter evaluated the slow and obvious way: cycle by cycle, row by row, from raw tensors, with a plain cache."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ class PlainDrafter:
         half = size // 2
         angle = position / rope["rope_theta"] ** (torch.arange(half).double() * 2 / size)
         a, b, rest = x[:, :half], x[:, half:size], x[:, size:]
-        return torch.cat(
-            [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=1
-        )
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=1)
 
     def norm(self, index: int, name: str, x: Tensor) -> Tensor:
         return rms(x, self.factor(self.tensors[f"spec_layers.{index}.{name}.weight"]), self.config.rms_norm_eps)
