@@ -28,6 +28,7 @@ def add_what(group: argparse._ArgumentGroup) -> None:
         default=(2,),
         help="number of pipeline stages, or layers of each stage: 18,12 (default: 2 equal ones)",
     )
+    group.add_argument("--target-name", help="name of the target to write into the checkpoint (default: --target)")
     group.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if there is one)")
 
 
@@ -41,6 +42,7 @@ def add_drafter(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--init-layers", type=numbers, help='target layers to copy; "" for random ones (default: late ones)'
     )
+    group.add_argument("--init-from", help="checkpoint folder to start from instead of the target's layers")
     group.add_argument("--intermediate-size", type=int, help="MLP width of its layers (default: the target's)")
 
 

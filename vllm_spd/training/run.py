@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from vllm_spd.models.checkpoint import read_checkpoint
 from vllm_spd.models.rows import balanced_stages, default_anchors
 from vllm_spd.training.cache import FeatureCache
 from vllm_spd.training.data import Sample, read_samples
@@ -46,6 +48,10 @@ class TrainOptions:
     draft_vocab: int = 8192
     init_layers: tuple[int, ...] | None = None
     intermediate_size: int | None = None
+    init_from: str | None = None
+    """Checkpoint folder whose weights and draft vocabulary to start from."""
+    target_name: str | None = None
+    """Name of the target to write into the checkpoint instead of `target`."""
     max_length: int = 1024
     limit: int | None = None
     skip_bad_lines: bool = False
@@ -79,6 +85,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
 
     Returns the summary that training.json there holds too. Raises ValueError for options or data that do not fit.
     """
+    begun = time.monotonic()
     out = Path(options.out)
     checkpoints = out / "checkpoints"
     target = Target.load(options.target, device=device_of(options))
@@ -113,6 +120,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
         "stage_layers": list(stage_layers),
         "anchors": list(anchors),
         "data": str(report),
+        "hours": round((time.monotonic() - begun) / 3600, 2),
         "draft_vocabulary_coverage": round(covered, 4),
         "epoch_tokens": int(sum(samples[index].loss.sum() for index in training)),
         "steps": trainer.state.global_step,
@@ -164,8 +172,26 @@ def build_model(
         init_layers=options.init_layers,
         intermediate_size=options.intermediate_size,
     )
+    if options.init_from is not None:
+        start_from(model, options.init_from)
+    model.config.base_model = options.target_name or options.target
     bind_target(model, target)
     return model
+
+
+def start_from(model: PDM, folder: str) -> None:
+    """Copy another drafter's weights. Raises ValueError when its layout or sizes differ."""
+    config, tensors = read_checkpoint(folder)
+    if config.layout != model.layout or config.kind != model.config.kind:
+        raise ValueError(
+            f"{folder} has other stages, anchors or depths: give the same --stages and --anchors as it has."
+        )
+    ours = {name: value.shape for name, value in model.state_dict().items()}
+    if ours != {name: value.shape for name, value in tensors.items()}:
+        raise ValueError(
+            f"{folder} has other layers or another draft vocabulary size: give the same options as it has."
+        )
+    model.load_state_dict(tensors)
 
 
 def training_arguments(options: TrainOptions, checkpoints: Path) -> TrainingArguments:
