@@ -60,10 +60,12 @@ class Server:
         model: Path | str,
         *flags: str,
         timeout: float = 240,
+        grace: float = 30,
         waiting: Callable[[int], None] = lambda seconds: None,
     ) -> None:
         self.port = free_port()
         self.timeout = timeout
+        self.grace = grace
         self.waiting = waiting
         self.command = [*vllm_command(), "serve", str(model), *self.address(), *flags]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
@@ -126,23 +128,28 @@ class Server:
         self.log.seek(0)
         return "\n".join(self.log.read().decode(errors="replace").splitlines()[-lines:])
 
-    def stop(self, grace: float = 30) -> int | None:
+    def stop(self) -> int | None:
         """SIGTERM, then SIGKILL for what is left after `grace` seconds; returns the exit status of `vllm serve`."""
         process = self.process
         if process is None:
             return None
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        self.await_empty(process, grace)
+        try:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            self.await_empty(process)
+        finally:  # also when the user loses patience and presses Ctrl-C again
+            self.kill_leftovers(process)
+        return process.wait()
+
+    def await_empty(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + self.grace
+        while time.monotonic() < deadline and (process.poll() is None or process_group(process.pid)):
+            time.sleep(0.1)
+
+    def kill_leftovers(self, process: subprocess.Popen[bytes]) -> None:
         for pid in process_group(process.pid):
             self.killed.append(pid)
             kill(pid)
-        return process.wait()
-
-    def await_empty(self, process: subprocess.Popen[bytes], grace: float) -> None:
-        deadline = time.monotonic() + grace
-        while time.monotonic() < deadline and (process.poll() is None or process_group(process.pid)):
-            time.sleep(0.1)
 
 
 def vllm_command() -> list[str]:
