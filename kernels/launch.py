@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["num_multiprocessors", "operand", "rows_per_tile"]
+__all__ = ["num_multiprocessors", "operand", "rows_per_tile", "values_per_step"]
 
 WITHOUT_GPU = 16
 """Multiprocessors to plan for under Triton's interpreter."""
@@ -40,3 +40,9 @@ def operand(dtype: torch.dtype) -> tl.dtype:
 def rows_per_tile(num_rows: int) -> int:
     """Rows in one program's tile: what tl.dot needs at least, up to 64 while every weight is still read once."""
     return 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+
+
+def values_per_step(rows: int, itemsize: int) -> int:
+    """Values of the reduction per step: 256 bytes of a row, half of that where tiles are tall, so that four steps fit
+    into the 99 KiB of shared memory of the smaller GPUs."""
+    return (256 if rows == 16 else 128) // itemsize

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_spd.kernels.head import HeadArgmax
-from vllm_spd.kernels.launch import num_multiprocessors, operand, rows_per_tile
+from vllm_spd.kernels.launch import num_multiprocessors, operand, rows_per_tile, values_per_step
 
 __all__ = ["norm_head_argmax_triton"]
 
@@ -47,8 +47,9 @@ def norm_head_argmax_triton(
         hidden_NH, residual_NH, rows_R, norm_weight_H, head_VH, logit_RP, index_RP,
         num_rows, hidden, num_tokens, hidden_NH.stride(0), residual_stride, tiles_per_part, epsilon,
         OPERAND=operand(hidden_NH.dtype), HAS_RESIDUAL=residual_NH is not None, HAS_ROWS=rows_R is not None,
-        BLOCK_ROWS=block_rows, BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_VALUES=256 // hidden_NH.element_size(),
-        BLOCK_NORM=NORM_TILE // block_rows, num_warps=4, num_stages=4,
+        BLOCK_ROWS=block_rows, BLOCK_TOKENS=BLOCK_TOKENS,
+        BLOCK_VALUES=values_per_step(block_rows, hidden_NH.element_size()), BLOCK_NORM=NORM_TILE // block_rows,
+        num_warps=4, num_stages=4,
     )
     best_of_all_kernel[num_rows,](
         logit_RP, index_RP, token_ids_V, token_R, logit_R, parts,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_spd.kernels.launch import num_multiprocessors, operand, rows_per_tile
+from vllm_spd.kernels.launch import num_multiprocessors, operand, rows_per_tile, values_per_step
 
 __all__ = ["Plan", "fused_rows_triton", "plan"]
 
@@ -40,7 +40,8 @@ class Plan(NamedTuple):
 
 def plan(num_rows: int, num_out: int, widths: Sequence[int], itemsize: int, multiprocessors: int) -> Plan:
     """Choose the launch for `num_rows` rows, `num_out` outputs and the reduction length of each row type."""
-    rows, values = rows_per_tile(num_rows), 256 // itemsize
+    rows = rows_per_tile(num_rows)
+    values = values_per_step(rows, itemsize)
     tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_out, BLOCK_OUT)
     even_share = triton.cdiv(tiles * sum(widths), 2 * multiprocessors)
     split_width = triton.cdiv(max(even_share, SMALLEST_SPLIT, VALUES_PER_ROW * num_rows), values) * values
@@ -62,8 +63,8 @@ def fused_rows_triton(
     out_NO = store_SWAH.new_empty(num_rows, num_out)
     if not out_NO.numel():
         return out_NO
-    widths = tuple(prefix * hidden for prefix in prefixes)
-    widths_T = _on_device(widths, device)
+    widths = [prefix * hidden for prefix in prefixes]
+    prefixes_T = _on_device(tuple(prefixes), device)
     block_rows, block_values, split_width, splits = plan(
         num_rows, num_out, widths, store_SWAH.element_size(), num_multiprocessors(device)
     )
@@ -71,15 +72,15 @@ def fused_rows_triton(
     grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(num_out, BLOCK_OUT), len(prefixes) * splits)
     # fmt: off
     project_kernel[grid](
-        store_SWAH, projections_TOK, widths_T, slots_N, positions_N, types_N, order_N, sums_PNO,
-        num_rows, window, num_anchors * hidden, num_out, splits, split_width,
+        store_SWAH, projections_TOK, prefixes_T, slots_N, positions_N, types_N, order_N, sums_PNO,
+        num_rows, window, hidden, num_anchors * hidden, num_out, splits, split_width,
         OPERAND=operand(store_SWAH.dtype), HAS_ORDER=order_N is not None,
         BLOCK_ROWS=block_rows, BLOCK_OUT=BLOCK_OUT, BLOCK_VALUES=block_values, num_warps=4, num_stages=4,
     )
     # fmt: on
     if splits > 1:
         add_splits_kernel[num_rows, triton.cdiv(num_out, SUM_BLOCK)](
-            sums_PNO, widths_T, types_N, out_NO, num_rows, num_out, split_width, BLOCK=SUM_BLOCK, num_warps=2
+            sums_PNO, prefixes_T, types_N, out_NO, num_rows, hidden, num_out, split_width, BLOCK=SUM_BLOCK, num_warps=2
         )
     return out_NO
 
@@ -93,7 +94,7 @@ def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
 def project_kernel(
     store_ptr,
     weights_ptr,
-    widths_ptr,
+    prefixes_ptr,
     slots_ptr,
     positions_ptr,
     types_ptr,
@@ -101,6 +102,7 @@ def project_kernel(
     sums_ptr,
     num_rows,
     window,
+    hidden,
     row_width,
     num_out,
     splits,
@@ -125,7 +127,8 @@ def project_kernel(
     # Padding has no projection: the programs of type 0 write its zeros.
     written = inside & (tl.maximum(types, 0) == row_type)
     start = split * split_width
-    end = tl.minimum(start + split_width, tl.load(widths_ptr + row_type))
+    # Products, not widths read from memory: the compiler then knows that whole vectors lie within the bound.
+    end = tl.minimum(start + split_width, tl.load(prefixes_ptr + row_type) * hidden)
     if (start >= end) | (tl.max(written.to(tl.int32), 0) == 0):
         return
 
@@ -148,10 +151,11 @@ def project_kernel(
 @triton.jit
 def add_splits_kernel(
     sums_ptr,
-    widths_ptr,
+    prefixes_ptr,
     types_ptr,
     out_ptr,
     num_rows,
+    hidden,
     num_out,
     split_width,
     BLOCK: tl.constexpr,
@@ -161,7 +165,7 @@ def add_splits_kernel(
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = outs < num_out
     row_type = tl.load(types_ptr + row)
-    width = tl.load(widths_ptr + row_type, mask=row_type >= 0, other=0)
+    width = tl.load(prefixes_ptr + row_type, mask=row_type >= 0, other=0) * hidden
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     sources = sums_ptr + row.to(tl.int64) * num_out + outs
     for _ in range(tl.cdiv(width, split_width)):
