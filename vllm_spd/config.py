@@ -210,7 +210,7 @@ def _checkpoint_defaults(model: str, num_stages: int) -> dict[str, Any]:
             f"The checkpoint {model} was trained for {checkpoint.num_stages} stages: "
             f"use `-pp {checkpoint.num_stages}` or train one for {num_stages}."
         )
-    return {"drafter": checkpoint.kind, "stage_layers": tuple(checkpoint.stage_layers)}
+    return {"drafter": checkpoint.kind, "stage_layers": checkpoint.layout.stage_layers}
 
 
 def _is_int(value: object) -> bool:

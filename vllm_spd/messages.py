@@ -19,9 +19,11 @@ class StepPlan:
 
     Attributes:
         draft_req_ids: requests whose newest token is in this step and that can use one more draft.
+        num_finished: non-empty steps whose results the scheduler had seen when it made this one.
     """
 
     draft_req_ids: tuple[str, ...] = ()
+    num_finished: int = 0
 
     def attach(self, scheduler_output: SchedulerOutput) -> None:
         """Put this plan on the message that vLLM broadcasts for the step."""

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_spd.config import SPDConfig
 from vllm_spd.control.ledger import Ledger, Verdict
@@ -18,6 +18,7 @@ from vllm_spd.control.stats import PipelineStats, to_vllm
 from vllm_spd.messages import StepPlan
 
 if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -45,6 +46,7 @@ class SPDScheduler(Scheduler):
         self.num_spec_tokens = 0
         self.num_lookahead_tokens = 0
         self.ledgers: defaultdict[str, Ledger] = defaultdict(Ledger)
+        self.num_finished = 0
         self.pipeline_stats = PipelineStats()
         self._step_accepted = 0
         self._step_rejected = 0
@@ -96,7 +98,7 @@ class SPDScheduler(Scheduler):
         super()._update_after_schedule(scheduler_output)
         self.pipeline_stats.cycles += scheduler_output.total_num_scheduled_tokens > 0
         wants = (r for r in scheduler_output.num_scheduled_tokens if self._wants_draft(self.requests[r]))
-        StepPlan(draft_req_ids=tuple(wants)).attach(scheduler_output)
+        StepPlan(draft_req_ids=tuple(wants), num_finished=self.num_finished).attach(scheduler_output)
 
     def _wants_draft(self, request: Request) -> bool:
         """Whether a further token could still be needed after everything that is in the pipeline."""
@@ -121,6 +123,13 @@ class SPDScheduler(Scheduler):
         return None if output is None else _last_rows(output, in_flight)
 
     # Results come back
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Count the step, then let vLLM deliver its tokens."""
+        self.num_finished += scheduler_output.total_num_scheduled_tokens > 0
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

@@ -48,8 +48,17 @@ class Drafter(ABC):
     A drafter may hold state per request. It learns of a flush by a step that starts before the last one ended.
     """
 
+    def begin(self, num_rows: int, num_finished: int) -> None:
+        """A step has been dispatched and this rank's stage is about to run.
+
+        Args:
+            num_rows: rows of the step, at least 1.
+            num_finished: steps whose results the scheduler has seen so far; every stage has finished them.
+        """
+        del num_rows, num_finished
+
     def observe(self, rows: Sequence[Rows]) -> None:
-        """Take note of a step's rows, also of requests that want no draft."""
+        """This rank's stage has run: take note of the step's rows, every request of the batch in order."""
         del rows
 
     @abstractmethod

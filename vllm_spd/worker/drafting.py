@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_spd.config import SPDConfig, SPDConfigError
 from vllm_spd.drafters.base import Drafter, Rows
-from vllm_spd.drafters.ngram import NgramDrafter
 from vllm_spd.messages import StepPlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["Drafting", "load_drafter"]
+__all__ = ["Drafting"]
 
 logger = init_logger(__name__)
 
@@ -36,10 +33,9 @@ class Drafting:
         self._vocab_size: int = runner.model_config.get_vocab_size()
         self.num_failures = 0
 
-    @classmethod
-    def create(cls, spd: SPDConfig, runner: Any) -> Drafting:
-        """Load the drafter that the configuration names."""
-        return cls(load_drafter(spd), runner)
+    def begin(self, scheduler_output: SchedulerOutput, plan: StepPlan) -> None:
+        """Announce a step to the drafter before this rank's stage runs."""
+        self.drafter.begin(scheduler_output.total_num_scheduled_tokens, plan.num_finished)
 
     def run(self, scheduler_output: SchedulerOutput, plan: StepPlan) -> DraftTokenIds:
         """Show the step to the drafter and ask for the drafts that the plan wants."""
@@ -82,15 +78,3 @@ class Drafting:
         if self.num_failures == 1:
             logger.exception("%s; its requests go on by plain decoding. Reported once.", what)
         return [None] * num_wanted
-
-
-def load_drafter(spd: SPDConfig) -> Drafter:
-    """The drafter that the configuration names: a built-in one or `module:Class`."""
-    if spd.drafter == "ngram":
-        return NgramDrafter(spd)
-    module, _, name = spd.drafter.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise SPDConfigError(f"Cannot load the drafter {spd.drafter!r}: {error}.") from error
-    return cls(**spd.drafter_options)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import torch
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_spd.config import SPDConfig
+from vllm_spd.drafters.hidden import RowBatch
 from vllm_spd.worker.seeds import SeededStates
 
 if TYPE_CHECKING:
@@ -15,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-__all__ = ["PipelineGaps", "SPDModelRunner", "adopt"]
+__all__ = ["DraftAttention", "PipelineGaps", "SPDModelRunner", "adopt"]
 
 
 def adopt(runner: GPUModelRunner, spd: SPDConfig) -> None:
@@ -35,7 +43,7 @@ class PipelineGaps(GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the receive buffers of later ranks, which vLLM leaves to a dummy run that eager CPU mode skips."""
         super().initialize_kv_cache(*args, **kwargs)
-        if self.intermediate_tensors is None and not get_pp_group().is_first_rank:
+        if getattr(self, "intermediate_tensors", None) is None and not get_pp_group().is_first_rank:
             self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
                 batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
             )
@@ -116,3 +124,97 @@ def _is_stale(state: CachedRequestState, position: int, new_token_ids: list[int]
         return False
     known = state.output_token_ids
     return index >= len(known) or known[index] != new_token_ids[0]
+
+
+class DraftAttention:
+    """Runs the drafter's attention layers over the KV cache and block tables that vLLM keeps for the target."""
+
+    def __init__(self, runner: GPUModelRunner, layer_names: Sequence[str]) -> None:
+        """
+        Args:
+            runner: of the first rank; its KV cache need not exist yet.
+            layer_names: the drafter's attention layers; none for a drafter without layers.
+        """
+        self._runner = runner
+        self._layer_names = list(layer_names)
+
+    @cached_property
+    def _group_id(self) -> int:
+        groups = self._runner.kv_cache_config.kv_cache_groups
+        return next(i for i, group in enumerate(groups) if self._layer_names[0] in group.layer_names)
+
+    @cached_property
+    def _builder(self) -> Any:
+        groups = self._runner.attn_groups[self._group_id]
+        return next(group for group in groups if self._layer_names[0] in group.layer_names).get_metadata_builder()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block."""
+        return self._blocks.block_size
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """Block table of the current step's batch, one row per request, on the device."""
+        return self._blocks.get_device_tensor(self._runner.input_batch.num_reqs)
+
+    @property
+    def _blocks(self) -> Any:
+        return self._runner.input_batch.block_table[self._group_id]
+
+    def batch_index(self, req_id: str) -> int:
+        """The request's row in the current step's batch."""
+        return self._runner.input_batch.req_id_to_index[req_id]
+
+    def span_batch(self, req_ids: Sequence[str], starts: Sequence[int], ends: Sequence[int]) -> RowBatch:
+        """The rows from start to end of each request; remains valid after the step, for the blocks of this step."""
+        rows = np.array([self.batch_index(req_id) for req_id in req_ids])
+        counts = np.subtract(ends, starts)
+        table = self._blocks.get_numpy_array()[rows]
+        request = np.repeat(np.arange(len(rows)), counts)
+        positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        slots = table[request, positions // self.block_size].astype(np.int64) * self.block_size
+        slots += positions % self.block_size
+        query_start_loc = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+        return RowBatch(
+            positions=self._to_device(positions),
+            slot_mapping=self._to_device(slots),
+            query_start_loc=query_start_loc.to(self._runner.device),
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=self._to_device(np.array(ends, np.int32)),
+            block_table=self._to_device(table),
+            max_query_len=int(counts.max()),
+            max_seq_len=max(ends),
+        )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._runner.device, non_blocking=True)
+
+    @contextmanager
+    def running(self, batch: RowBatch) -> Iterator[None]:
+        """Forward context in which the drafter's layers see exactly this batch."""
+        if not self._layer_names:
+            yield
+            return
+        num_rows = len(batch.positions)
+        common = CommonAttentionMetadata(
+            query_start_loc=batch.query_start_loc,
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            seq_lens=batch.seq_lens,
+            num_reqs=len(batch.seq_lens),
+            num_actual_tokens=num_rows,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            block_table_tensor=batch.block_table,
+            slot_mapping=batch.slot_mapping,
+            causal=True,
+            positions=batch.positions,
+        )
+        metadata = self._builder.build(common_prefix_len=0, common_attn_metadata=common)
+        with set_forward_context(
+            dict.fromkeys(self._layer_names, metadata),
+            self._runner.vllm_config,
+            num_tokens=num_rows,
+            slot_mapping=dict.fromkeys(self._layer_names, batch.slot_mapping),
+        ):
+            yield

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_spd.config import SPDConfig
 from vllm_spd.messages import StepPlan
-from vllm_spd.worker.drafting import Drafting
+from vllm_spd.worker.assembly import assemble
 from vllm_spd.worker.runner_v1 import adopt
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class SPDWorkerMixin(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load this rank's stage, and the drafter on the first rank."""
         super().load_model(*args, **kwargs)
-        self.drafting = Drafting.create(self.spd, self.model_runner) if get_pp_group().is_first_rank else None
+        self.drafting, self.anchors = assemble(self.spd, self.model_runner)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run this rank's stage for one step.
@@ -48,14 +47,20 @@ class SPDWorkerMixin(Worker):
             On the first rank `DraftTokenIds`, made after the stage's output is on its way to the next rank. What
             vLLM's worker returns otherwise, and for an empty step.
         """
+        plan = StepPlan.of(scheduler_output)
+        num_rows = scheduler_output.total_num_scheduled_tokens
+        if self.drafting is not None and num_rows:
+            self.drafting.begin(scheduler_output, plan)
         try:
             output = super().execute_model(scheduler_output)
         except Exception as error:
             self._failure = error
             raise
-        if self.drafting is None or scheduler_output.total_num_scheduled_tokens == 0:
-            return output
-        return self.drafting.run(scheduler_output, StepPlan.of(scheduler_output))
+        if self.anchors is not None and num_rows:
+            self.anchors.send(num_rows)
+        if self.drafting is not None and num_rows:
+            return self.drafting.run(scheduler_output, plan)
+        return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample on the last rank. A failed step is reported here: only the first rank answers `execute_model`."""

@@ -1,0 +1,69 @@
+"""What the drafters that read the target's hidden states have in common: their layers' KV lives in vLLM's cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from vllm_spd.drafters.base import Drafter
+from vllm_spd.kernels import norm_head_argmax
+
+if TYPE_CHECKING:
+    from vllm_spd.models.pdm import PDMModule
+    from vllm_spd.worker.runner_v1 import DraftAttention
+    from vllm_spd.worker.taps import Taps
+
+__all__ = ["HiddenStateDrafter", "RowBatch"]
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Rows of some requests that the drafter's layers run over; tensors on the device unless said otherwise.
+
+    Attributes:
+        positions: [N] int64.
+        slot_mapping: [N] int64, where each row's keys and values go.
+        query_start_loc: [R + 1] int32, first row of each request; `query_start_loc_cpu` the same on the host.
+        seq_lens: [R] int32, tokens in the cache once the rows are written.
+        block_table: [R, B] int32.
+        max_query_len: most rows of one request.
+        max_seq_len: longest sequence.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class HiddenStateDrafter(Drafter):
+    """Holds the network, the taps of the first rank and the attention that runs over vLLM's KV cache."""
+
+    def __init__(self, module: PDMModule, taps: Taps, attention: DraftAttention) -> None:
+        self.module = module
+        self.layout = module.layout
+        self.taps = taps
+        self.attention = attention
+
+    def run_layers(self, rows_NH: Tensor, batch: RowBatch) -> Tensor:
+        """Write the rows' keys and values and return their last hidden states [N, H], before the final norm."""
+        with self.attention.running(batch):
+            return self.module(rows_NH, batch.positions)
+
+    def best_tokens(self, hidden_NH: Tensor, newest_R: Tensor) -> list[int | None]:
+        """The draft of each request, read at its newest row; None where the logits are not finite numbers."""
+        found = norm_head_argmax(
+            hidden_NH,
+            self.module.norm.weight,
+            self.module.config.rms_norm_eps,
+            self.module.lm_head.weight,
+            self.module.draft_token_ids,
+            newest_R,
+        )
+        return [None if token < 0 else token for token in found.token_ids.tolist()]
