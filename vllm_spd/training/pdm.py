@@ -82,6 +82,8 @@ class PDM(PreTrainedModel):
 
         Padding needs no mask when it stands at the end of each sequence: no earlier query sees it.
         """
+        if not torch.is_autocast_enabled(anchors_BSAH.device.type):
+            anchors_BSAH = anchors_BSAH.to(self.dtype)
         blocks = self.input_blocks(anchors_BSAH)
         cos_sin = self.rotary(blocks[0], position_ids_BS)
         for index, layer in enumerate(self.spec_layers):
@@ -167,16 +169,23 @@ class PDM(PreTrainedModel):
         logits = F.linear(rows_RH, self.head_rows().to(rows_RH.dtype)).float()
         with torch.no_grad():
             hidden = self.norm(final).to(rows_RH.dtype)
-            teacher = F.linear(hidden, self.teacher_rows().to(hidden.dtype)).float().log_softmax(-1)
+            teacher = F.linear(hidden, self.teacher_rows().to(hidden.dtype)).float()
             agreed = self.draft_token_ids[logits.argmax(-1)] == target_top1
             counted = torch.isin(target_top1, self.draft_token_ids)
-        kl = F.kl_div(logits.log_softmax(-1), teacher, reduction="none", log_target=True).sum(-1)
-        loss = (kl * counted).sum() / counted.sum().clamp(min=1)
+        loss = (kl_divergence(teacher, logits) * counted).sum() / counted.sum().clamp(min=1)
         return DraftOutput(loss, logits, agreed.sum(), torch.tensor(agreed.numel(), device=agreed.device))
 
     def teacher_rows(self) -> Tensor:
         """The frozen target's LM-head rows [V, H] of the draft vocabulary."""
         return self.head_rows() if self.tied_rows is None else self.tied_rows
+
+
+def kl_divergence(teacher_RV: Tensor, draft_RV: Tensor) -> Tensor:
+    """KL(teacher || draft) [R] from logits, in fewer passes over [R, V] than two log-softmaxes need."""
+    with torch.no_grad():
+        p = teacher_RV.softmax(-1)
+        constant = (p * teacher_RV).sum(-1) - teacher_RV.logsumexp(-1)
+    return constant + draft_RV.logsumexp(-1) - torch.einsum("rv,rv->r", p, draft_RV)
 
 
 AutoModel.register(PDMConfig, PDM, exist_ok=True)

@@ -52,7 +52,7 @@ class Target:
         vocab = model.get_output_embeddings().weight.shape[0]
         if len(tokenizer) > vocab:
             raise ValueError(
-                f"The tokenizer in {path} knows {len(tokenizer)} tokens the model only {vocab}: use its own one."
+                f"The tokenizer in {path} knows {len(tokenizer)} tokens, the model only {vocab}: use its own one."
             )
         return cls(model, tokenizer, path)
 

@@ -15,7 +15,7 @@ def test_round_trip(tmp_path) -> None:
     config.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(again, PDMConfig)
-    assert again.to_dict() == config.to_dict()
+    assert again.to_diff_dict() == config.to_diff_dict()
     assert again.layout.row_types == (2, 3)
 
 
