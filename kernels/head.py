@@ -46,12 +46,13 @@ def norm_head_argmax(
         head_VH: draft head, contiguous, same dtype; V is at least 1.
         token_ids_V: target id of each draft id, int32 or int64; None when the draft vocabulary is the target's.
         rows_R: which rows to read, int32 or int64; None for all (R = N).
-        residual_NH: added to `hidden_NH` before the norm; same shape and dtype.
+        residual_NH: added to `hidden_NH` before the norm; same shape, dtype and contiguity.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes or dtypes do not fit together, or a tensor is not contiguous where it must be.
     """
     _check(hidden_NH, norm_weight_H, head_VH, token_ids_V, residual_NH)
+    _check_contiguous(hidden_NH, norm_weight_H, head_VH, token_ids_V, rows_R, residual_NH)
     arguments = (hidden_NH, norm_weight_H, epsilon, head_VH, token_ids_V, rows_R, residual_NH)
     if not hidden_NH.is_cuda:
         return norm_head_argmax_reference(*arguments)
@@ -100,3 +101,11 @@ def _check(
         raise ValueError(
             f"The rows are {hidden_NH.dtype}, the norm is {norm_weight_H.dtype}, the head is {head_VH.dtype}."
         )
+
+
+def _check_contiguous(hidden_NH: Tensor, *others: Tensor | None) -> None:
+    *whole, residual_NH = others
+    if not all(tensor is None or tensor.is_contiguous() for tensor in whole):
+        raise ValueError("The norm, the head, the token ids and the row indices must be contiguous.")
+    if hidden_NH.stride(-1) != 1 or (residual_NH is not None and residual_NH.stride(-1) != 1):
+        raise ValueError("Each row must be contiguous.")

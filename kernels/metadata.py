@@ -56,21 +56,21 @@ def draft_rows(
         slots_R: the request's slot in the feature store, int32 or int64.
         counts_R: how many rows exist, newest backwards: 1 to min(n, p) + 1, int32 or int64.
         block_rows_R: the request's row in `block_table_XB`, int32 or int64.
-        block_table_XB: KV block numbers by sequence block, int32, columns contiguous; every row's position is covered.
+        block_table_XB: KV block numbers by sequence block, int32; covers every row's position. Rows may be strided.
         type_of_distance: [n + 1] int32, row type of distance δ (`RowLayout.projection_index`).
         block_size: tokens in a KV block.
         num_rows: N, at least the sum of `counts_R`; the rest is padding. By default R·(n + 1), which never waits for
             the device.
 
     Raises:
-        ValueError: `num_rows` is negative, or too small where the counts are at hand (CPU); on CUDA rows beyond it
-            are dropped.
+        ValueError: the per-request inputs differ in length, an input is not contiguous, or `num_rows` is too small; on
+            CUDA, where the counts are not at hand, rows beyond `num_rows` are dropped instead.
     """
+    requests = (newest_R, slots_R, counts_R, block_rows_R)
+    _check(*requests, block_table_XB, type_of_distance)
     if num_rows is None:
         num_rows = len(newest_R) * len(type_of_distance)
-    if num_rows < 0:
-        raise ValueError(f"num_rows is {num_rows}: use at least the number of rows.")
-    arguments = (newest_R, slots_R, counts_R, block_rows_R, block_table_XB, type_of_distance, block_size, num_rows)
+    arguments = (*requests, block_table_XB, type_of_distance, block_size, num_rows)
     if not newest_R.is_cuda:
         return draft_rows_reference(*arguments)
     from vllm_spd.kernels.triton_metadata import draft_rows_triton
@@ -109,6 +109,21 @@ def draft_rows_reference(
         seq_lens=(newest_R + 1).to(torch.int32),
         newest=ends_R - 1,
     )
+
+
+def _check(
+    newest_R: Tensor,
+    slots_R: Tensor,
+    counts_R: Tensor,
+    block_rows_R: Tensor,
+    block_table_XB: Tensor,
+    type_of_distance: Tensor,
+) -> None:
+    requests = (newest_R, slots_R, counts_R, block_rows_R)
+    if len({tensor.shape for tensor in requests}) > 1:
+        raise ValueError(f"Inputs per request have shapes {[list(tensor.shape) for tensor in requests]}.")
+    if not all(tensor.is_contiguous() for tensor in (*requests, type_of_distance)) or block_table_XB.stride(1) != 1:
+        raise ValueError("The inputs per request, the types and the block table's rows must be contiguous.")
 
 
 def _padded(values: Tensor, dtype: torch.dtype, count: int, value: int) -> Tensor:

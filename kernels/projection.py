@@ -51,9 +51,10 @@ def fused_rows(
         [N, O] in the model's dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes or dtypes do not fit together, or a tensor is not contiguous.
     """
-    _check(store_SWAH, projections_TOK, prefixes, types_N)
+    _check(store_SWAH, projections_TOK, prefixes)
+    _check_rows(slots_N, positions_N, types_N)
     if not store_SWAH.is_cuda:
         return fused_rows_reference(store_SWAH, projections_TOK, prefixes, slots_N, positions_N, types_N)
     from vllm_spd.kernels.triton_projection import fused_rows_triton
@@ -83,7 +84,7 @@ def fused_rows_reference(
     return out
 
 
-def _check(store_SWAH: Tensor, projections_TOK: Tensor, prefixes: Sequence[int], types_N: Tensor) -> None:
+def _check(store_SWAH: Tensor, projections_TOK: Tensor, prefixes: Sequence[int]) -> None:
     _, _, num_anchors, hidden = store_SWAH.shape
     types, _, width = projections_TOK.shape
     if width != num_anchors * hidden or types != len(prefixes):
@@ -97,3 +98,11 @@ def _check(store_SWAH: Tensor, projections_TOK: Tensor, prefixes: Sequence[int],
         raise ValueError(f"The store is {store_SWAH.dtype} and the projections are {projections_TOK.dtype}.")
     if not (store_SWAH.is_contiguous() and projections_TOK.is_contiguous()):
         raise ValueError("The store and the projections must be contiguous.")
+
+
+def _check_rows(slots_N: Tensor, positions_N: Tensor, types_N: Tensor) -> None:
+    rows = (slots_N, positions_N, types_N)
+    if len({tensor.shape for tensor in rows}) > 1:
+        raise ValueError(f"Inputs per row have shapes {[list(tensor.shape) for tensor in rows]}.")
+    if not all(tensor.is_contiguous() for tensor in rows):
+        raise ValueError("Inputs per row must be contiguous.")
