@@ -59,7 +59,7 @@ class Server:
         self,
         model: Path | str,
         *flags: str,
-        timeout: float = 240,
+        timeout: float = 600,
         grace: float = 30,
         waiting: Callable[[int], None] = lambda seconds: None,
     ) -> None:
