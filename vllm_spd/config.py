@@ -59,10 +59,23 @@ class SPDConfig:
         most = self.num_stages - 1
         if self.num_speculative_tokens == 0:
             object.__setattr__(self, "num_speculative_tokens", most)
+        self._check_types()
         if self.stage_layers is not None:
             object.__setattr__(self, "stage_layers", tuple(self.stage_layers))
         self._check_pipeline(most)
         self._check_drafter()
+
+    def _check_types(self) -> None:
+        """What JSON can get wrong, before anything is computed with it."""
+        wanted = {
+            "drafter must be a name": isinstance(self.drafter, str),
+            "model must be a folder's path": isinstance(self.model, str | None),
+            "stage_layers must be a list of integers": isinstance(self.stage_layers, list | tuple | None),
+            "drafter_options must be an object": isinstance(self.drafter_options, Mapping),
+        }
+        for sentence, holds in wanted.items():
+            if not holds:
+                raise SPDConfigError(f"{sentence}, got {getattr(self, sentence.split()[0])!r}.")
 
     def _check_pipeline(self, most: int) -> None:
         if self.num_stages < 2:
@@ -126,7 +139,11 @@ class SPDConfig:
                 f"Unknown key {', '.join(map(repr, unknown))} in the speculative config; "
                 f"the method 'spd' takes {', '.join(sorted(known))}."
             )
-        if settings.get("model"):
+        if "num_speculative_tokens" in settings and not settings["num_speculative_tokens"]:
+            raise SPDConfigError(
+                "num_speculative_tokens must be at least 1: leave it out for one per stage but the first."
+            )
+        if isinstance(settings.get("model"), str) and settings["model"]:
             settings = {**_checkpoint_defaults(settings["model"], num_stages), **settings}
         return cls(num_stages=num_stages, **settings)
 
