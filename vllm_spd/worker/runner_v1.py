@@ -96,13 +96,21 @@ class SPDModelRunner(PipelineGaps):
         return result
 
     def _sample(self, *args: Any, **kwargs: Any) -> SamplerOutput:
-        """Set every seeded generator to the state that belongs to the position at hand."""
-        discarded = self.discard_request_mask.np
+        """Set every seeded generator to the state that belongs to the position at hand.
+
+        Rows that are not delivered draw too, so their generators are put back.
+        """
+        discarded, undelivered = self.discard_request_mask.np, []
         for index, generator in self.input_batch.generators.items():
             req_id = self.input_batch.req_ids[index]
-            if not discarded[index]:
+            if discarded[index]:
+                undelivered.append((generator, generator.get_state()))
+            else:
                 self._seeded.enter(req_id, generator, len(self.requests[req_id].output_token_ids))
-        return super()._sample(*args, **kwargs)
+        output = super()._sample(*args, **kwargs)
+        for generator, state in undelivered:
+            generator.set_state(state)
+        return output
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Hide the generators from vLLM's rewinding of undelivered rows: `_sample` has set them by position."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_spd.worker import runner_v1
 from vllm_spd.worker.runner_v1 import SPDModelRunner, adopt
@@ -75,7 +76,7 @@ def test_the_last_rank_knows_a_stale_row_by_its_token(position: int, tokens: lis
     assert found == ({"a"} if stale else set())
 
 
-def test_a_finished_runner_is_adopted_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_runner_is_adopted_in_place() -> None:
     class Base(runner_v1.GPUModelRunner):
         def __init__(self) -> None:
             self.kept = 1
@@ -105,3 +106,29 @@ def test_later_ranks_get_the_receive_buffers_that_vllm_forgot(
     mine = type("Mine", (runner_v1.PipelineGaps, Base), {})()
     mine.initialize_kv_cache(None)
     assert len(calls) == allocated
+
+
+def test_void_rows_leave_a_seeded_generator_where_it_was() -> None:
+    """Fails when undelivered rows advance the generator: the next token is then drawn from a later state."""
+
+    class Base(runner_v1.GPUModelRunner):
+        def __init__(self) -> None:
+            self.requests = {"a": SimpleNamespace(output_token_ids=[])}
+            generators = {0: torch.Generator().manual_seed(1)}
+            self.input_batch = SimpleNamespace(req_ids=["a"], generators=generators)
+            self.discard_request_mask = SimpleNamespace(np=np.array([False]))
+
+        def _sample(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.rand(1, generator=self.input_batch.generators[0]).item()
+
+    mine: Any = Base()
+    adopt(mine, SimpleNamespace(num_stages=4))  # type: ignore[arg-type]
+    drawn = []
+    for void in (True, False, True, True, False, False, True, False):
+        mine.discard_request_mask.np[0] = void
+        value = mine._sample()
+        if not void:
+            drawn.append(value)
+            mine.requests["a"].output_token_ids.append(0)
+    source = torch.Generator().manual_seed(1)
+    assert drawn == [torch.rand(1, generator=source).item() for _ in drawn]
