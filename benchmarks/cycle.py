@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,15 @@ class Run:
 
 def main() -> None:
     options = parse()
-    rows = list(real_rows(options) if options.real else emulated_rows(options))
-    print_table(rows)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    kind = RealRow if options.real else EmulatedRow
+    names = [field.name for field in fields(kind)]
+    print_line(names, names)
+    rows = []
+    for row in real_rows(options) if options.real else emulated_rows(options):
+        rows.append(asdict(row))
+        print_line([text_of(value) for value in rows[-1].values()], names)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -220,12 +225,8 @@ def random_prompt() -> list[int]:
     return [draw.randrange(3, 500) for _ in range(PROMPT_LENGTH)]
 
 
-def print_table(rows: Sequence[EmulatedRow] | Sequence[RealRow]) -> None:
-    names = list(asdict(rows[0]))
-    cells = [[text_of(value) for value in asdict(row).values()] for row in rows]
-    widths = [max(len(line[index]) for line in [names, *cells]) for index in range(len(names))]
-    for line in [names, *cells]:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+def print_line(cells: Sequence[str], names: Sequence[str]) -> None:
+    print("  ".join(cell.rjust(max(len(name), 10)) for cell, name in zip(cells, names, strict=True)), flush=True)
 
 
 def text_of(value: Any) -> str:
