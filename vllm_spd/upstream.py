@@ -167,6 +167,11 @@ SYMBOLS = (
         attributes=("futures_queue", "_wait_for_response"),
     ),
     Symbol(
+        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition",
+        "made to sleep where no core is spare for spinning",
+        attributes=("busy_loop_s",),
+    ),
+    Symbol(
         "vllm.v1.worker.gpu_worker:Worker",
         "base of the SPD workers",
         attributes=("model_runner", "use_v2_model_runner"),

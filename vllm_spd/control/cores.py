@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["omp_threads_bind"]
+__all__ = ["omp_threads_bind", "spare_cores"]
 
 
 def omp_threads_bind(num_ranks: int, cores: Sequence[int]) -> str:
@@ -20,3 +20,8 @@ def omp_threads_bind(num_ranks: int, cores: Sequence[int]) -> str:
     share = max(len(cores) // num_ranks, 1)
     lists = (cores[(rank * share) % len(cores) :][:share] for rank in range(num_ranks))
     return "|".join(",".join(map(str, ids)) for ids in lists)
+
+
+def spare_cores(num_ranks: int, num_cores: int) -> bool:
+    """Whether the engine core, which schedules, has a core that no rank on this machine computes on."""
+    return num_cores % num_ranks > 0 and num_cores > num_ranks

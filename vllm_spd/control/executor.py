@@ -7,13 +7,14 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_spd.config import SPDConfig
-from vllm_spd.control.cores import omp_threads_bind
+from vllm_spd.control.cores import omp_threads_bind, spare_cores
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,6 +36,9 @@ class FirstRankDrafts(MultiprocExecutor):
         self._first_rank_futures: deque[FutureWrapper] = deque()
         self._newest: Future[Any] | None = None
         super()._init_executor()
+        if current_platform.is_cpu() and not spare_cores(self.local_world_size, len(os.sched_getaffinity(0))):
+            for queue in self.response_mqs:
+                sleep_while_waiting(queue)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Start a step. The future holds the first rank's answer: drafts, or an empty output for an empty step."""
@@ -64,6 +68,11 @@ class FirstRankDrafts(MultiprocExecutor):
 
 class SPDMultiprocExecutor(FirstRankDrafts):
     """Workers on this machine, or on several that vLLM's multiprocessing backend joins."""
+
+
+def sleep_while_waiting(queue: MessageQueue) -> None:
+    """Wait for answers by sleeping until notified. vLLM spins, which takes a core from the ranks where none is spare."""
+    queue._spin_condition.busy_loop_s = 0
 
 
 def prepare_environment(vllm_config: VllmConfig) -> None:
