@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Server", "ServerError", "free_port", "process_group"]
+__all__ = ["Server", "ServerError", "free_port", "kill_group", "process_group"]
 
 HOST = "127.0.0.1"
 
@@ -138,18 +139,13 @@ class Server:
                 process.send_signal(signal.SIGTERM)
             self.await_empty(process)
         finally:  # also when the user loses patience and presses Ctrl-C again
-            self.kill_leftovers(process)
+            self.killed += kill_group(process.pid)
         return process.wait()
 
     def await_empty(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + self.grace
         while time.monotonic() < deadline and (process.poll() is None or process_group(process.pid)):
             time.sleep(0.1)
-
-    def kill_leftovers(self, process: subprocess.Popen[bytes]) -> None:
-        for pid in process_group(process.pid):
-            self.killed.append(pid)
-            kill(pid)
 
 
 def vllm_command() -> list[str]:
@@ -158,8 +154,13 @@ def vllm_command() -> list[str]:
     return [str(beside)] if beside.exists() else ["vllm"]
 
 
-def kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def kill_group(pgid: int, seconds: float = 10) -> list[int]:
+    """SIGKILL for every living process of the group; returns those that had to die, once they are gone."""
+    victims: set[int] = set()
+    deadline = time.monotonic() + seconds
+    while (members := process_group(pgid)) and time.monotonic() < deadline:
+        victims.update(members)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pgid, signal.SIGKILL)
+        time.sleep(0.02)
+    return sorted(victims)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import tempfile
 import time
 from collections import OrderedDict
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from examples.server import process_group
+from examples.server import kill_group, process_group
 
 __all__ = ["EngineError", "EnginePool", "EngineProcess", "Output"]
 
@@ -112,9 +111,7 @@ class EngineProcess:
         self.pipe.close()
         self.process.join(grace)
         wait_until(lambda: not process_group(pid), min(grace, 5))
-        self.leftovers = process_group(pid)
-        for member in self.leftovers:
-            kill(member)
+        self.leftovers = kill_group(pid)
         self.process.join()
         self.log.unlink(missing_ok=True)
 
@@ -216,10 +213,3 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
