@@ -112,6 +112,7 @@ class EngineProcess:
         self.process.join(grace)
         wait_until(lambda: not process_group(pid), min(grace, 5))
         self.leftovers = kill_group(pid)
+        self.process.kill()  # in case it had no group of its own yet
         self.process.join()
         self.log.unlink(missing_ok=True)
 
