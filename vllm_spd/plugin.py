@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from vllm_spd import upstream
-from vllm_spd.config import METHOD, SPDConfig, admit_args, admit_config
+from vllm_spd.config import METHOD, SPDConfig, SPDConfigError, admit_args, admit_config
+from vllm_spd.plan import describe, split_layers, target_costs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +49,7 @@ def _accept_spd(create_engine_config: Callable[..., VllmConfig]) -> Callable[...
             return create_engine_config(self, *args, **kwargs)
         upstream.check()
         vllm_config = create_engine_config(_translate(self), *args, **kwargs)
+        _place_layers(vllm_config)
         admit_config(vllm_config)
         upstream.lift_sampling_refusals()
         return vllm_config
@@ -67,6 +70,30 @@ def _offer_spd(add_cli_args: Callable[..., argparse.ArgumentParser]) -> Callable
         return parser
 
     return wrapper
+
+
+def _place_layers(vllm_config: VllmConfig) -> None:
+    """Settle how many target layers each stage holds: the user's word, else the checkpoint's, else a balanced split."""
+    import vllm.envs as envs
+    from vllm.logger import init_logger
+
+    spd = SPDConfig.from_vllm_config(vllm_config)
+    stage_layers = spd.stage_layers
+    if envs.VLLM_PP_LAYER_PARTITION is not None:
+        given = tuple(int(count) for count in envs.VLLM_PP_LAYER_PARTITION.split(","))
+        if stage_layers not in (None, given):
+            raise SPDConfigError(
+                f"VLLM_PP_LAYER_PARTITION says {list(given)}, but the speculative config or its checkpoint says "
+                f"{list(stage_layers)}: make them equal or unset the variable."
+            )
+        stage_layers = given
+    if stage_layers is None:
+        model = vllm_config.model_config
+        costs = target_costs(model.hf_text_config)
+        stage_layers = split_layers(model.get_total_num_hidden_layers(), spd.num_stages, costs)
+        init_logger(__name__).info("%s", describe(stage_layers, costs))
+    placed = replace(spd, stage_layers=stage_layers)
+    vllm_config.additional_config.update(placed.to_additional_config())
 
 
 def _method(args: EngineArgs) -> str | None:

@@ -57,7 +57,9 @@ def test_spd_becomes_what_vllm_knows(tiny: Path) -> None:
     assert config.scheduler_config.async_scheduling is False
     assert config.parallel_config.distributed_executor_backend is SPDMultiprocExecutor
     assert config.parallel_config.worker_cls == "vllm_spd.worker.cpu_worker.SPDCPUWorker"
-    assert SPDConfig.from_vllm_config(config) == SPDConfig(num_stages=4, num_speculative_tokens=2)
+    assert SPDConfig.from_vllm_config(config) == SPDConfig(
+        num_stages=4, num_speculative_tokens=2, stage_layers=(2, 2, 2, 2)
+    )
     assert config.max_concurrent_batches == 4
 
 

@@ -71,7 +71,7 @@ class SPDMultiprocExecutor(FirstRankDrafts):
 
 
 def sleep_while_waiting(queue: MessageQueue) -> None:
-    """Wait for answers by sleeping until notified. vLLM spins, which takes a core from the ranks where none is spare."""
+    """Wait for answers by sleeping until notified: vLLM spins, and where no core is spare, a rank pays for that."""
     queue._spin_condition.busy_loop_s = 0
 
 
