@@ -1,4 +1,4 @@
-"""Training from end to end on a tiny random target: it learns, continues where it stopped and notices what is broken."""
+"""Training from end to end on a tiny random target: it learns, continues where it stopped, notices what is broken."""
 
 from __future__ import annotations
 
