@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -98,7 +99,8 @@ def train(options: TrainOptions) -> dict[str, Any]:
     layers = [*anchors, target.num_layers]
     cache = None
     if options.cache is not None:
-        cache = FeatureCache.build(Path(options.cache), target, samples, [*layers, *options.cache_layers])
+        with PartialState().main_process_first():
+            cache = FeatureCache.build(Path(options.cache), target, samples, [*layers, *options.cache_layers])
     token_ids = frequent_tokens([samples[index] for index in training], target.config.vocab_size, options.draft_vocab)
     model = build_model(options, target, token_ids, stage_layers, anchors)
     covered = coverage([samples[index] for index in held_out], token_ids)
@@ -127,14 +129,14 @@ def train(options: TrainOptions) -> dict[str, Any]:
         "held_out": final,
         "curve": curve(trainer.state.log_history),
     }
-    save(model, out, summary)
+    if trainer.is_world_process_zero():
+        save(model, out, summary)
     return summary
 
 
 def device_of(options: TrainOptions) -> str:
-    if options.device != "auto":
-        return options.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """The device of this process: with several, `accelerate launch` or `torchrun` gives each one its own."""
+    return options.device if options.device != "auto" else str(PartialState().device)
 
 
 def plan_layers(options: TrainOptions, target: Target) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -108,6 +108,13 @@ class PDMTrainer(Trainer):
             for hits, overlap in zip(values[0].split(lengths), values[1].split(lengths), strict=True):
                 measures.add(hits, overlap)
         model.train()
+        return self.summed(measures)
+
+    def summed(self, measures: Measures) -> Measures:
+        """The same sums over all processes."""
+        sums = torch.tensor([measures.rows, measures.agreed, measures.overlap], dtype=torch.float64)
+        rows, agreed, overlap = self.accelerator.reduce(sums.to(self.args.device), "sum").tolist()
+        measures.rows, measures.agreed, measures.overlap = int(rows), int(agreed), overlap
         return measures
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
