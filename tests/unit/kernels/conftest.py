@@ -28,11 +28,7 @@ def interpreter() -> Iterator[Runner]:
     pool.shutdown()
 
 
-def no_gpu() -> bool:
-    return not torch.cuda.is_available()
-
-
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.skipif(no_gpu(), reason="needs a GPU"))])
+@pytest.fixture(params=["interpreter", *(["cuda"] if torch.cuda.is_available() else [])])
 def run(request: pytest.FixtureRequest) -> Runner:
     if request.param == "interpreter":
         return request.getfixturevalue("interpreter")
