@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,7 @@ class EnginePool:
 
 def child_main(pipe: Connection, kwargs: dict[str, Any], env: dict[str, str], log: str) -> None:
     os.setsid()
+    threading.Thread(target=die_with_parent, daemon=True).start()
     redirect_output(log)
     os.environ.update(env)
     try:
@@ -156,6 +159,14 @@ def child_main(pipe: Connection, kwargs: dict[str, Any], env: dict[str, str], lo
     pipe.send(("ok", None))
     answer_until_closed(pipe, llm)
     llm.llm_engine.engine_core.shutdown()
+
+
+def die_with_parent() -> None:
+    """A test run that is killed closes nothing, and an engine left behind would slow down the next run."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def answer_until_closed(pipe: Connection, llm: Any) -> None:
