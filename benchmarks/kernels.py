@@ -4,7 +4,7 @@
 
 The limit of a kernel is the bytes it must move (weights once, rows in, results out) divided by the rate of a large copy
 on the same GPU. Each figure is the median over the repeats, timed by CUDA events, with the L2 cache flushed before each
-one. Torch runs the references (their row counts known on the host, as the kernels' are), and for the head also
+one. Torch runs the references, which read row counts back to the host and wait for that; for the head also
 torch.compile of the reference.
 """
 
