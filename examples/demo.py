@@ -16,7 +16,7 @@ from server import Server, ServerError
 from smollm2 import prepare
 
 STAGES = 2
-QUESTION = "Explain in a few sentences why the sky is blue."
+QUESTION = "How does a pipeline in a processor work?"
 MAX_TOKENS = 200
 ROUNDS = 3  # the speed is the median of these
 HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct-2stage"
