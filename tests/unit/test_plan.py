@@ -32,8 +32,8 @@ def test_no_other_split_has_a_faster_slowest_stage(layers: int, stages: int, lay
 
 def test_the_lm_head_takes_layers_from_the_last_stage() -> None:
     assert layer_parameters(SMOLLM2) == 3_538_944
-    assert split_layers(30, 2, target_costs(SMOLLM2)) == (19, 11)
-    assert split_layers(30, 2, target_costs(SMOLLM2, drafter_parameters=10_000_000)) == (18, 12)
+    assert split_layers(30, 2, target_costs(SMOLLM2)) == (17, 13)
+    assert split_layers(30, 2, target_costs(SMOLLM2, drafter_parameters=16_000_000)) == (16, 14)
 
 
 def test_only_the_experts_in_use_count() -> None:
