@@ -317,7 +317,8 @@ def test_smollm2_in_bfloat16(engines: EnginePool, smollm2: Path) -> None:
     assert spd.metrics()[ACCEPTED] > 0
 
 
-def check_up_to_near_ties(expected: Output, actual: Output, tolerance: float = 0.2) -> None:
+def check_up_to_near_ties(expected: Output, actual: Output, tolerance: float = 0.3) -> None:
+    """bfloat16 logits between 32 and 64 lie 0.25 apart, and batches of another shape round them differently."""
     assert len(actual.token_ids) == len(expected.token_ids) and expected.logprobs is not None
     for index, (left, right) in enumerate(zip(expected.token_ids, actual.token_ids, strict=True)):
         if left != right:
