@@ -7,7 +7,6 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor
@@ -15,6 +14,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_spd.config import SPDConfig
 from vllm_spd.control.cores import omp_threads_bind, spare_cores
+from vllm_spd.waiting import sleep_while_waiting
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,11 +68,6 @@ class FirstRankDrafts(MultiprocExecutor):
 
 class SPDMultiprocExecutor(FirstRankDrafts):
     """Workers on this machine, or on several that vLLM's multiprocessing backend joins."""
-
-
-def sleep_while_waiting(queue: MessageQueue) -> None:
-    """Wait for answers by sleeping until notified: vLLM spins, and where no core is spare, a rank pays for that."""
-    queue._spin_condition.busy_loop_s = 0
 
 
 def prepare_environment(vllm_config: VllmConfig) -> None:
