@@ -70,7 +70,7 @@ def layer_parameters(text_config: Any) -> int:
 
 
 LAYER_LAUNCHES = 4_000_000
-"""What a layer costs besides reading its parameters: launches take half of the 0.5 ms of a SmolLM2-135M layer on CPU."""
+"""A layer's launches, in parameters read: half of the 0.5 ms that a layer of SmolLM2-135M takes on CPU."""
 
 
 def target_costs(text_config: Any, drafter_parameters: int = 0) -> StageCosts:
