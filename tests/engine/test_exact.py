@@ -105,7 +105,6 @@ def pair(
 
 @pytest.mark.parametrize("acceptance", [1.0, 0.7, 0.0])
 def test_many_prompts_at_once(pair: Pair, acceptance: float) -> None:
-    """Fails when the scheduler accepts every draft unseen (tried)."""
     assert len(MANY) > 50
     expected = pair.answers(MANY)
     pair.write(expected, acceptance=acceptance)
@@ -132,7 +131,7 @@ def test_eight_requests_of_different_lengths(pair: Pair) -> None:
 def test_a_rejection_with_any_number_of_drafts_behind_it(pair: Pair, depth: int) -> None:
     """Silence at position 6 + depth keeps all but `depth` - 1 drafts from following the wrong one at 6.
 
-    Fails for depth > 1 when earlier ranks do not forget void drafts (tried).
+    Fails when earlier ranks do not forget void drafts (tried).
     """
     counts = pair.one(wrong_at=[6], silent_at=[6 + depth])
     assert counts.rejected == 1
