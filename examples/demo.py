@@ -20,7 +20,6 @@ QUESTION = "How does a pipeline in a processor work?"
 MAX_TOKENS = 200
 ROUNDS = 3  # the speed is the median of these
 HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct-2stage"
-USE_HEAD = False
 ENGINE = ("--enforce-eager", "--max-model-len", "2048", "--kv-cache-memory-bytes", "512M")
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
@@ -52,9 +51,7 @@ def main() -> int:
 
 
 def speculative_config() -> dict[str, str]:
-    if USE_HEAD and (HEAD / "config.json").is_file():
-        return {"method": "spd", "model": str(HEAD)}
-    return {"method": "spd", "drafter": "ngram"}
+    return {"method": "spd", "model": str(HEAD)}
 
 
 def run(title: str, model: Path, *flags: str) -> Run:

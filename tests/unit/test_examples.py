@@ -16,6 +16,7 @@ import pytest
 from examples import server as server_module
 from examples import smollm2
 from examples.server import Server, ServerError, free_port, process_group
+from vllm_spd.config import SPDConfig
 
 EXAMPLES = Path(smollm2.__file__).parent
 STUBBORN = ["sh", "-c", "trap '' TERM; (trap '' TERM; while :; do sleep 1; done) & while :; do sleep 1; done"]
@@ -150,11 +151,6 @@ def test_the_demo_fails_when_the_texts_differ(
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"identical {'yes' if status == 0 else 'no'}")
 
 
-def test_the_demo_takes_a_trained_head_when_there_is_one(
-    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "HEAD", tmp_path)
-    monkeypatch.setattr(demo, "USE_HEAD", True)
-    assert demo.speculative_config() == {"method": "spd", "drafter": "ngram"}
-    (tmp_path / "config.json").touch()
-    assert demo.speculative_config() == {"method": "spd", "model": str(tmp_path)}
+def test_the_demo_speculates_with_the_shipped_head(demo: ModuleType) -> None:
+    config = SPDConfig.from_speculative_config(demo.speculative_config(), demo.STAGES)
+    assert config.drafter == "pdm" and config.stage_layers is not None and sum(config.stage_layers) == 30

@@ -15,6 +15,8 @@ COMMANDS = {
     "synth": "vllm_spd.cli.synth",
     "eval-head": "vllm_spd.cli.eval_head",
     "convert": "vllm_spd.cli.convert",
+    "doctor": "vllm_spd.cli.doctor",
+    "plan": "vllm_spd.cli.plan",
 }
 """Subcommand -> module. Modules import only light things at the top; torch, transformers and vLLM inside `run`."""
 
