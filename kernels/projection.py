@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,24 +64,36 @@ def fused_rows(
 
 def fused_rows_reference(
     store_SWAH: Tensor,
-    projections_TOK: Tensor,
+    projections_TOK: Tensor | Sequence[Callable[[Tensor], Tensor]],
     prefixes: Sequence[int],
     slots_N: Tensor,
     positions_N: Tensor,
     types_N: Tensor,
 ) -> Tensor:
-    """What `fused_rows` computes, as one gather and one matrix product per row type."""
+    """What `fused_rows` computes, as one gather and one matrix product per row type.
+
+    Instead of packed weights it also takes one callable per row type, [rows, prefix·H] → [rows, H]: CPU inference keeps
+    its weights in a layout that only vLLM's own linear layers can read.
+    """
     num_slots, window, num_anchors, hidden = store_SWAH.shape
     places = store_SWAH.view(num_slots * window, num_anchors * hidden)
     place_N = slots_N * window + positions_N % window
-    out = store_SWAH.new_zeros(len(types_N), projections_TOK.shape[1])
+    num_outputs = projections_TOK.shape[1] if isinstance(projections_TOK, Tensor) else hidden
+    out = store_SWAH.new_zeros(len(types_N), num_outputs)
     for row_type, prefix in enumerate(prefixes):
         rows = (types_N == row_type).nonzero().squeeze(1)
         if len(rows):
-            width = prefix * hidden
-            anchors = places[:, :width].index_select(0, place_N.index_select(0, rows))
-            out.index_copy_(0, rows, linear(anchors, projections_TOK[row_type, :, :width]))
+            anchors = places[:, : prefix * hidden].index_select(0, place_N.index_select(0, rows))
+            out.index_copy_(0, rows, _project(projections_TOK, row_type, anchors))
     return out
+
+
+def _project(
+    projections_TOK: Tensor | Sequence[Callable[[Tensor], Tensor]], row_type: int, anchors_NK: Tensor
+) -> Tensor:
+    if isinstance(projections_TOK, Tensor):
+        return linear(anchors_NK, projections_TOK[row_type, :, : anchors_NK.shape[1]])
+    return projections_TOK[row_type](anchors_NK)
 
 
 def _check(store_SWAH: Tensor, projections_TOK: Tensor, prefixes: Sequence[int]) -> None:

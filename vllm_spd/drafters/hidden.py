@@ -57,7 +57,9 @@ class HiddenStateDrafter(Drafter):
             return self.module(rows_NH, batch.positions)
 
     def best_tokens(self, hidden_NH: Tensor, newest_R: Tensor) -> list[int | None]:
-        """The draft of each request, read at its newest row; None where the logits are not finite numbers."""
+        """The draft of each request, read at its newest row; None where a logit is not a number."""
+        if not hidden_NH.is_cuda:
+            return self._best_tokens_on_cpu(hidden_NH[newest_R])
         found = norm_head_argmax(
             hidden_NH,
             self.module.norm.weight,
@@ -67,3 +69,9 @@ class HiddenStateDrafter(Drafter):
             newest_R,
         )
         return [None if token < 0 else token for token in found.token_ids.tolist()]
+
+    def _best_tokens_on_cpu(self, hidden_RH: Tensor) -> list[int | None]:
+        """Through vLLM's own linear layer: on CPU it has packed the head's weight."""
+        best_R, index_R = self.module.logits(hidden_RH).max(-1)
+        tokens = self.module.draft_token_ids[index_R].tolist()
+        return [None if nan else token for token, nan in zip(tokens, best_R.isnan().tolist(), strict=True)]

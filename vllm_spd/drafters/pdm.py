@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_spd.drafters.base import Rows
 from vllm_spd.drafters.hidden import HiddenStateDrafter, RowBatch
-from vllm_spd.kernels import draft_rows, fused_rows, pack_projections
+from vllm_spd.kernels import DraftRows, draft_rows, fused_rows, fused_rows_reference, pack_projections
 
 if TYPE_CHECKING:
     from vllm_spd.models.pdm import PDMModule
@@ -57,10 +57,10 @@ class PDMDrafter(HiddenStateDrafter):
         owners = [layout.anchor_owner(anchor) for anchor in layout.anchors]
         self._anchors = {stage: _span(owners, stage) for stage in sorted(set(owners))}
         self._prefixes = layout.row_types
-        width = len(layout.anchors) * module.config.hidden_size
-        self._projections = pack_projections([proj.weight for proj in module.aggr_projs], width)
+        self._device = store.data_SWAH.device
+        self._packed = self._pack() if self._device.type == "cuda" else None
         types = [layout.projection_index(distance) for distance in layout.distances]
-        self._type_of_distance = torch.tensor(types, dtype=torch.int32, device=self._projections.device)
+        self._type_of_distance = torch.tensor(types, dtype=torch.int32, device=self._device)
         self._steps: deque[tuple[int, Step]] = deque()
         self._last_prompt_step: dict[str, int] = {}
         self._seen: set[str] = set()
@@ -115,7 +115,7 @@ class PDMDrafter(HiddenStateDrafter):
         return Step(
             placement=self.store.place(rows),
             prompt=batch,
-            prompt_rows=torch.from_numpy(chosen).to(self._projections.device),
+            prompt_rows=torch.from_numpy(chosen).to(self._device),
             missing=set(self._anchors),
         )
 
@@ -150,8 +150,7 @@ class PDMDrafter(HiddenStateDrafter):
         slots = [self.store.slot(row.req_id) for row in rows]
         counts = [self._num_rows(row) for row in rows]
         index = [self.attention.batch_index(row.req_id) for row in rows]
-        device = self._projections.device
-        requests = torch.tensor([newest, slots, counts, index], dtype=torch.int32).to(device, non_blocking=True)
+        requests = torch.tensor([newest, slots, counts, index], dtype=torch.int32).to(self._device, non_blocking=True)
         table = self.attention.block_table
         drafted = draft_rows(*requests, table, self._type_of_distance, self.attention.block_size, sum(counts))
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -165,16 +164,19 @@ class PDMDrafter(HiddenStateDrafter):
             max_query_len=max(counts),
             max_seq_len=max(newest) + 1,
         )
-        rows_NH = fused_rows(
-            self.store.data_SWAH,
-            self._projections,
-            self._prefixes,
-            drafted.slots,
-            drafted.positions,
-            drafted.types,
-            drafted.order,
-        )
-        return self.best_tokens(self.run_layers(rows_NH, batch), drafted.newest)
+        return self.best_tokens(self.run_layers(self._fuse(drafted), batch), drafted.newest)
+
+    def _fuse(self, drafted: DraftRows) -> Tensor:
+        """The drafter's inputs [N, H]: each row's anchors, concatenated and projected."""
+        where = (drafted.slots, drafted.positions, drafted.types)
+        if self._packed is None:
+            projections = list(self.module.aggr_projs)
+            return fused_rows_reference(self.store.data_SWAH, projections, self._prefixes, *where)
+        return fused_rows(self.store.data_SWAH, self._packed, self._prefixes, *where, drafted.order)
+
+    def _pack(self) -> Tensor:
+        width = len(self.layout.anchors) * self.module.config.hidden_size
+        return pack_projections([proj.weight for proj in self.module.aggr_projs], width)
 
     def _num_rows(self, row: Rows) -> int:
         """Rows of distance 0 … n, as far as the request's own steps reach back."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama import LlamaDecoderLayer
@@ -47,14 +48,14 @@ class PDMModule(nn.Module):
         self.layout = config.layout
         width = config.hidden_size
         types = self.layout.row_types if config.kind == "pdm" else ()
-        # Plain layers: the project's kernels read these weights as they are, on every rank of a tensor-parallel group.
-        self.aggr_projs = nn.ModuleList(nn.Linear(length * width, width, bias=False) for length in types)
+        # Every rank of a tensor-parallel group holds these whole. On CUDA the project's kernels read the weights.
+        self.aggr_projs = nn.ModuleList(_linear(length * width, width) for length in types)
         first = self.layout.total_layers
         names = [f"spd_drafter.layers.{first + index}" for index in range(config.num_layers)]
         self.spec_layers = nn.ModuleList(_layer(vllm_config, config, name) for name in names)
         self.attention_names = [f"{name}.self_attn.attn" for name in names]
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.lm_head = _linear(width, config.draft_vocab_size)
         self.register_buffer("draft_token_ids", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def forward(self, rows_NH: Tensor, positions_N: Tensor) -> Tensor:
@@ -127,6 +128,10 @@ def _check_target(config: PDMConfig, vllm_config: VllmConfig, folder: str) -> No
             f"{folder} ties its head to the target's embedding, which this target does not share with its own head: "
             "train the drafter with `--head own`."
         )
+
+
+def _linear(num_inputs: int, num_outputs: int) -> ReplicatedLinear:
+    return ReplicatedLinear(num_inputs, num_outputs, bias=False, return_bias=False)
 
 
 def _layer(vllm_config: VllmConfig, config: PDMConfig, name: str) -> nn.Module:
