@@ -31,6 +31,8 @@ from tests.scripted import Script, scripted, write_scripts
 from vllm_spd.control.cores import omp_threads_bind
 
 PROMPT_LENGTH = 16
+SETTLE_S = 1.5
+"""The engine measured before spins for a second after its last message, on the same cores."""
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -194,6 +196,7 @@ def plain_answer(model: Path, prompt: list[int], tokens: int) -> tuple[int, ...]
 
 
 def measure(process: EngineProcess, prompt: list[int], tokens: int) -> Run:
+    time.sleep(SETTLE_S)
     token_ids, seconds = process.run(timed_in_child, prompt, {**GREEDY, "max_tokens": tokens})
     return Run(tuple(token_ids), seconds)
 
