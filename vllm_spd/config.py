@@ -140,7 +140,10 @@ class SPDConfig:
             )
         if isinstance(settings.get("model"), str) and settings["model"]:
             settings = {**_checkpoint_defaults(settings["model"], num_stages), **settings}
-        return cls(num_stages=num_stages, **settings)
+        config = cls(num_stages=num_stages, **settings)
+        if config.drafter not in BUILTIN_DRAFTERS:
+            _check_importable(config.drafter)
+        return config
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> SPDConfig:
@@ -223,6 +226,15 @@ def _checkpoint_defaults(model: str, num_stages: int) -> dict[str, Any]:
             f"use `-pp {checkpoint.num_stages}` or train one for {num_stages}."
         )
     return {"drafter": checkpoint.kind, "stage_layers": checkpoint.layout.stage_layers}
+
+
+def _check_importable(drafter: str) -> None:
+    from vllm_spd.drafters.base import drafter_class
+
+    try:
+        drafter_class(drafter)
+    except ValueError as error:
+        raise SPDConfigError(str(error)) from error
 
 
 def _is_int(value: object) -> bool:

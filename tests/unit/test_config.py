@@ -30,7 +30,7 @@ def test_keys_may_be_written_with_dashes() -> None:
 
 
 def test_settings_survive_the_way_through_vllm() -> None:
-    spd = from_keys(stage_layers=[1, 2, 3, 4], drafter="some.module:Thing", drafter_options={"path": "x"})
+    spd = from_keys(stage_layers=[1, 2, 3, 4], drafter="tests.scripted:ScriptedDrafter", drafter_options={"path": "x"})
     config: Any = SimpleNamespace(additional_config={"other": 1, **spd.to_additional_config()})
     assert SPDConfig.from_vllm_config(config) == spd
     assert spd.stage_layers == (1, 2, 3, 4)
@@ -167,3 +167,12 @@ def test_an_obstacle_in_the_configuration_is_refused(changes: dict[str, Any], se
     with pytest.raises(SPDConfigError, match=sentence) as refusal:
         admit_config(configuration(**changes))
     assert one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sentence"),
+    [("nowhere:Drafter", "Cannot load"), ("json:Nothing", "Cannot load"), ("json:JSONDecoder", "is no subclass")],
+)
+def test_a_drafter_that_cannot_be_loaded_is_refused_before_any_worker_starts(drafter: str, sentence: str) -> None:
+    with pytest.raises(SPDConfigError, match=sentence):
+        SPDConfig.from_speculative_config({"method": "spd", "drafter": drafter}, num_stages=2)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Drafter", "Rows"]
+__all__ = ["Drafter", "Rows", "drafter_class"]
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,19 @@ class Drafter(ABC):
     def forget(self, req_id: str) -> None:
         """The request is finished or was preempted: drop its state."""
         del req_id
+
+
+def drafter_class(path: str) -> type[Drafter]:
+    """The class that `module:Class` names.
+
+    Raises:
+        ValueError: it cannot be imported, or is no `Drafter`.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"Cannot load the drafter {path!r}: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, Drafter)):
+        raise ValueError(f"The drafter {path!r} is no subclass of vllm_spd.drafters.base.Drafter.")
+    return found

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_pp_group
 
-from vllm_spd.config import DRAFTERS_WITH_CHECKPOINT, SPDConfig, SPDConfigError
-from vllm_spd.drafters.base import Drafter
+from vllm_spd.config import DRAFTERS_WITH_CHECKPOINT, SPDConfig
+from vllm_spd.drafters.base import Drafter, drafter_class
 from vllm_spd.drafters.ngram import NgramDrafter
 from vllm_spd.models.checkpoint import load_config
 from vllm_spd.worker.drafting import Drafting
@@ -55,16 +54,7 @@ def _drafter(spd: SPDConfig, runner: GPUModelRunner, group: dist.ProcessGroup | 
         return NgramDrafter(spd)
     if spd.drafter in DRAFTERS_WITH_CHECKPOINT:
         return _hidden_state_drafter(spd, runner, group)
-    return _own_drafter(spd)
-
-
-def _own_drafter(spd: SPDConfig) -> Drafter:
-    module, _, name = spd.drafter.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise SPDConfigError(f"Cannot load the drafter {spd.drafter!r}: {error}.") from error
-    return cls(**spd.drafter_options)
+    return drafter_class(spd.drafter)(**spd.drafter_options)
 
 
 def _hidden_state_drafter(spd: SPDConfig, runner: GPUModelRunner, group: dist.ProcessGroup | None) -> Drafter:
