@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ CHANGED = next(symbol for symbol in SYMBOLS if symbol.path.endswith(":EngineArgs
 @pytest.fixture(autouse=True)
 def registered() -> None:
     register()
+
+
+@pytest.fixture
+def environment() -> Iterator[None]:
+    """Undo what `prepare_environment` sets for workers: later tests start engines from this process."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def arguments(model: Path, **changes: Any) -> EngineArgs:
@@ -154,14 +164,14 @@ def test_the_front_end_s_environment_stays_as_it_is(tiny: Path) -> None:
     assert dict(os.environ) == before
 
 
+@pytest.mark.usefixtures("environment")
 def test_workers_use_the_v1_runner_even_where_triton_works(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's configuration has no speculative method, so vLLM would choose V2 for it on a GPU.
 
     Fails when `prepare_environment` does not pin the choice (tried).
     """
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_PP_LAYER_PARTITION", "VLLM_CPU_OMP_THREADS_BIND"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch removes what is set below
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
     config = spd_config(tiny, stage_layers=[5, 3])
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     assert not config.use_v2_model_runner
@@ -172,6 +182,7 @@ def test_workers_use_the_v1_runner_even_where_triton_works(tiny: Path, monkeypat
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"].count("|") == 1
 
 
+@pytest.mark.usefixtures("environment")
 def test_a_thread_binding_of_the_user_s_own_is_kept(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")

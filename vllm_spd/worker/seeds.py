@@ -19,7 +19,7 @@ class SeededStates:
     def __init__(self, depth: int) -> None:
         """
         Args:
-            depth: how many positions back a request may return.
+            depth: how far a request may return behind the furthest position it has reached.
         """
         self._depth = depth
         self._states: dict[str, dict[int, torch.Tensor]] = {}

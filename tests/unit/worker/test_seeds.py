@@ -26,13 +26,17 @@ def plain(count: int) -> list[float]:
 
 @given(st.lists(st.integers(0, DEPTH), max_size=30))
 def test_any_flushes_leave_no_trace(returns: list[int]) -> None:
-    """After each token the request goes back by some positions and draws them again."""
-    states, source, seen, position = SeededStates(DEPTH), generator(), dict[int, float](), 0
+    """After each token the request goes back by some positions and draws them again.
+
+    It never goes back further than DEPTH behind the furthest position: what lies before that is verified.
+    """
+    states, source, seen, position, furthest = SeededStates(DEPTH), generator(), dict[int, float](), 0, 0
     for back in [*returns, 0]:
         states.enter("a", source, position)
         value = draw(source)
         assert seen.setdefault(position, value) == value
-        position = max(position + 1 - back, 0)
+        furthest = max(furthest, position)
+        position = max(position + 1 - back, furthest - DEPTH, 0)
     assert [seen[index] for index in sorted(seen)] == plain(len(seen))
 
 
