@@ -1,0 +1,50 @@
+"""What a user asks for over HTTP, on the tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from examples.server import Server
+from tests.scenarios.scenarios import SCHEMA
+
+ENGINE = ("-pp", "2", "--enforce-eager", "--dtype", "float32", "--max-model-len", "1024")
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
+@pytest.fixture(scope="module")
+def client(tiny: Path) -> Iterator[OpenAI]:
+    flags = (*ENGINE, *TOOLS, "--kv-cache-memory-bytes", "128M", "--spec-method", "spd")
+    with Server(tiny, *flags) as server:
+        yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "options", [{"extra_body": {"min_p": 0.1}}, {"logit_bias": {"40": 100}}], ids=["min_p", "logit_bias"]
+)
+def test_over_http(client: OpenAI, options: dict[str, Any]) -> None:
+    """vLLM refuses both under other speculative methods."""
+    reply = client.completions.create(model=Server.name, prompt="abc", max_tokens=8, seed=1, **options)
+    assert reply.usage is not None and reply.usage.completion_tokens > 0
+
+
+def test_a_named_tool_is_called(client: OpenAI) -> None:
+    function = {"name": "look", "parameters": SCHEMA}
+    reply = client.chat.completions.create(
+        model=Server.name,
+        messages=[{"role": "user", "content": "abc"}],
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "look"}},
+        max_tokens=400,
+        temperature=1,
+        seed=1,
+    )
+    (call,) = reply.choices[0].message.tool_calls
+    assert call.function.name == "look"
+    if reply.choices[0].finish_reason != "length":
+        assert set(json.loads(call.function.arguments)) == {"a", "b"}
