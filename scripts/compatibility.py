@@ -28,6 +28,7 @@ FEATURES = {
     "test_over_http/min_p": "`min_p` over HTTP",
     "test_over_http/logit_bias": "`logit_bias` over HTTP",
     "test_a_named_tool_is_called": "Tool calls, named",
+    "test_load_with_clients_that_hang_up": "Load, clients that hang up",
 }
 HEAD = """# What works with SPD
 

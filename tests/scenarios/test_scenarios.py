@@ -155,8 +155,9 @@ def test_a_killed_worker_ends_the_engine(tiny: Path, tmp_path: Path) -> None:
     assert group is not None
     workers = [pid for pid in process_group(group) if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(workers) == 2
-    engine.pipe.send((play, ([Case(prompt_of(9, 1), {**GREEDY, "max_tokens": 900})],)))
+    engine.pipe.send((play, ([Case(prompt_of(9, seed), {**GREEDY, "max_tokens": 1000}) for seed in range(64)],)))
     time.sleep(1)
+    assert not engine.pipe.poll(), "it finished before the kill"
     os.kill(workers[-1], signal.SIGKILL)
     with pytest.raises(EngineError, match=r"EngineDeadError|died"):
         engine.receive(60)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from benchmarks.soak import soak
 from examples.server import Server
 from tests.scenarios.scenarios import SCHEMA
 
@@ -18,10 +21,15 @@ TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
 @pytest.fixture(scope="module")
-def client(tiny: Path) -> Iterator[OpenAI]:
+def server(tiny: Path) -> Iterator[Server]:
     flags = (*ENGINE, *TOOLS, "--kv-cache-memory-bytes", "128M", "--spec-method", "spd")
     with Server(tiny, *flags) as server:
-        yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +56,16 @@ def test_a_named_tool_is_called(client: OpenAI) -> None:
     assert call.function.name == "look"
     if reply.choices[0].finish_reason != "length":
         assert set(json.loads(call.function.arguments)) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("clients", "seconds"), [(16, 8), pytest.param(64, 180, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_load_with_clients_that_hang_up(server: Server, clients: int, seconds: float) -> None:
+    tally = asyncio.run(soak(server.url, server.name, clients, seconds))
+    assert (tally.errors, tally.differing) == ([], 0)
+    assert tally.finished and tally.hung_up
+    deadline = time.monotonic() + 20
+    while server.counter("vllm:num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.counter("vllm:num_requests_running") == server.counter("vllm:kv_cache_usage_perc") == 0
