@@ -85,6 +85,7 @@ def crowded(stage_of: Callable[..., Stage]) -> Stage:
 @pytest.mark.parametrize("acceptance", [1.0, 0.6, 0.0])
 @pytest.mark.parametrize("scenario", ROOMY, ids=lambda scenario: scenario.name)
 def test_scenario(roomy: Stage, scenario: Scenario, acceptance: float) -> None:
+    """The structured cases fail when the grammar mask ignores the drafts in flight (tried)."""
     roomy.check(scenario.cases, acceptance)
 
 
@@ -137,6 +138,7 @@ def test_priorities(crowded: Stage) -> None:
 
 
 def test_aborts_leave_nothing_behind(crowded: Stage) -> None:
+    """Fails when the ledgers of ended requests are kept (tried)."""
     neighbour = Case(prompt_of(12, 81), {**GREEDY, "max_tokens": 200})
     victims = [Case(prompt_of(5 + index, 200 + index), GREEDY) for index in range(30)]
     expected = crowded.plain.run(play, [neighbour, *victims])
