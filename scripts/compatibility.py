@@ -32,8 +32,8 @@ FEATURES = {
 }
 HEAD = """# What works with SPD
 
-Each row was compared with plain vLLM. Made by `scripts/compatibility.py` from `tests/scenarios` and a run of it; a row
-says "not run" where that run has no result.
+All rows were compared with plain vLLM but "A worker dies" and those below it, which test SPD alone. Made by
+`scripts/compatibility.py` from `tests/scenarios` and a run of it; a row says "not run" where that run has no result.
 
 | Feature | Result | Test |
 |---|---|---|
