@@ -17,7 +17,7 @@ METHOD = "spd"
 ADDITIONAL_CONFIG_KEY = "spd"
 BUILTIN_DRAFTERS = ("early_exit", "ngram", "pdm")
 DRAFTERS_WITH_CHECKPOINT = ("early_exit", "pdm")
-DRAFT_SAMPLE_METHODS = ("greedy",)
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
 
 class SPDConfigError(ValueError):
@@ -34,7 +34,10 @@ class SPDConfig:
             Default: what the checkpoint says, or `ngram` without one.
         model: folder of the drafter's checkpoint (`pdm` and `early_exit`).
         num_speculative_tokens: most drafts in flight per request, 1 … n-1. Default n-1.
-        draft_sample_method: `greedy`: the drafter's best guess, accepted if the target samples the same token.
+        draft_sample_method: `greedy`: the drafter's best guess, accepted if the target samples the same token;
+            `probabilistic` (`pdm` and `early_exit`): drawn from the drafter's distribution at the request's temperature
+            and accepted by rejection sampling. Requests at temperature 0 and requests with a seed, whose text shall be
+            the same as without SPD, are drafted as by `greedy` in either case.
         stage_layers: target layers of each stage, first to last. Default: the checkpoint's, or a balanced split.
         prompt_lookup_max: longest n-gram that `ngram` looks up, in tokens.
         prompt_lookup_min: shortest n-gram that `ngram` looks up, in tokens.
@@ -48,7 +51,7 @@ class SPDConfig:
     drafter: str = "ngram"
     model: str | None = None
     num_speculative_tokens: int = 0
-    draft_sample_method: Literal["greedy"] = "greedy"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     stage_layers: tuple[int, ...] | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
@@ -111,6 +114,10 @@ class SPDConfig:
             raise SPDConfigError(
                 f"draft_sample_method must be one of {', '.join(DRAFT_SAMPLE_METHODS)}, "
                 f"got {self.draft_sample_method!r}."
+            )
+        if self.draft_sample_method == "probabilistic" and self.drafter not in DRAFTERS_WITH_CHECKPOINT:
+            raise SPDConfigError(
+                f"drafter {self.drafter!r} has no distribution to sample from: set draft_sample_method to `greedy`."
             )
         if not _is_int(self.prompt_lookup_min) or not _is_int(self.prompt_lookup_max):
             raise SPDConfigError("prompt_lookup_min and prompt_lookup_max must be integers.")

@@ -182,6 +182,37 @@ SYMBOLS = (
     Symbol(f"{_RUNNER}._update_states", "void drafts are forgotten before it", ("scheduler_output",)),
     Symbol(f"{_RUNNER}._prepare_inputs", "stale rows are marked after it"),
     Symbol(f"{_RUNNER}._sample", "seeded generators are set before it"),
+    Symbol(
+        "vllm.v1.sample.sampler:Sampler",
+        "the step behind its logits processing is where drawn drafts are judged",
+        attributes=("topk_topp_sampler",),
+    ),
+    Symbol(
+        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
+        "the distribution that a drawn draft is judged with",
+        ("logits", "k", "p"),
+    ),
+    Symbol(
+        "vllm.v1.sample.rejection_sampler:rejection_sample",
+        "judges drawn drafts",
+        (
+            "draft_token_ids",
+            "num_draft_tokens",
+            "max_spec_len",
+            "cu_num_draft_tokens",
+            "draft_probs",
+            "target_logits",
+            "bonus_token_ids",
+            "sampling_metadata",
+        ),
+    ),
+    Symbol(
+        "vllm.v1.sample.metadata:SamplingMetadata",
+        "tells the rejection sampler that all its rows are random",
+        ("all_greedy", "all_random", "temperature", "generators"),
+    ),
+    Symbol("vllm.sampling_params:SamplingType.RANDOM", "requests at a temperature and without a seed"),
+    Symbol("vllm.sampling_params:SamplingParams.sampling_type", "tells which drafts are drawn"),
     Symbol(f"{_RUNNER}._bookkeeping_sync", "rewinds generators by an offset that CPU generators do not have"),
     Symbol(f"{_RUNNER}._on_request_state_removed", "frees what SPD keeps per request", ("req_id",)),
     Symbol(f"{_RUNNER}.initialize_kv_cache", "receive buffers of later ranks are allocated after it"),
@@ -198,7 +229,7 @@ SYMBOLS = (
     Symbol(
         "vllm.v1.worker.gpu_input_batch:CachedRequestState",
         "tokens of a request",
-        ("output_token_ids", "num_computed_tokens", "prompt_token_ids"),
+        ("output_token_ids", "num_computed_tokens", "prompt_token_ids", "sampling_params"),
     ),
 )
 

@@ -60,7 +60,7 @@ REFUSED = [
     ({"num_speculative_tokens": 1.5}, "num_speculative_tokens must be between 1 and 3"),
     ({"draft_sample_method": "magic"}, "draft_sample_method must be one of"),
     ({"draft_sample_method": ["greedy"]}, "draft_sample_method must be one of"),
-    ({"draft_sample_method": "probabilistic"}, "must be one of greedy"),
+    ({"draft_sample_method": "probabilistic"}, "no distribution to sample from"),
     ({"stage_layers": [2, 2]}, "stage_layers must be 4 non-negative integers"),
     ({"stage_layers": [2, 2, 2, -1]}, "stage_layers must be 4 non-negative integers"),
     ({"stage_layers": [2, 2, 2, "2"]}, "stage_layers must be 4 non-negative integers"),

@@ -21,6 +21,7 @@ class Rows:
         start: position of the first row; everything known at or after it from earlier steps is void.
         num_rows: number of rows.
         wants_draft: whether the last row is the newest token and its successor shall be predicted.
+        temperature: to draw the draft at; 0 for the best guess.
     """
 
     req_id: str
@@ -29,6 +30,7 @@ class Rows:
     start: int
     num_rows: int
     wants_draft: bool
+    temperature: float = 0.0
 
     @property
     def end(self) -> int:

@@ -33,4 +33,4 @@ class EarlyExitDrafter(HiddenStateDrafter):
     def propose(self, rows: Sequence[Rows]) -> list[int | None]:
         """Read the head at each request's last row."""
         newest = [self._last_rows[row.req_id] for row in rows]
-        return self.best_tokens(self._hidden_NH, torch.tensor(newest, device=self._hidden_NH.device))
+        return self.tokens(rows, self._hidden_NH, torch.tensor(newest, device=self._hidden_NH.device))

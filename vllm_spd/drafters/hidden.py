@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from vllm_spd.drafters.base import Drafter
+from vllm_spd.drafters.base import Drafter, Rows
 from vllm_spd.kernels import norm_head_argmax
 
 if TYPE_CHECKING:
+    from vllm_spd.drafters.sampling import DraftSampler
     from vllm_spd.models.pdm import PDMModule
     from vllm_spd.worker.runner_v1 import DraftAttention
     from vllm_spd.worker.taps import Taps
@@ -50,11 +52,33 @@ class HiddenStateDrafter(Drafter):
         self.layout = module.layout
         self.taps = taps
         self.attention = attention
+        self.sampler: DraftSampler | None = None
 
     def run_layers(self, rows_NH: Tensor, batch: RowBatch) -> Tensor:
         """Write the rows' keys and values and return their last hidden states [N, H], before the final norm."""
         with self.attention.running(batch):
             return self.module(rows_NH, batch.positions)
+
+    def tokens(self, rows: Sequence[Rows], hidden_NH: Tensor, newest_R: Tensor) -> list[int | None]:
+        """The draft of each request, read at its newest row: drawn if it has a temperature, else the best guess."""
+        drawn = [index for index, row in enumerate(rows) if row.temperature > 0]
+        if self.sampler is None or not drawn:
+            return self.best_tokens(hidden_NH, newest_R)
+        drafts: list[int | None] = [None] * len(rows)
+        best = [index for index, row in enumerate(rows) if row.temperature <= 0]
+        if best:
+            for index, token in zip(best, self.best_tokens(hidden_NH, newest_R[best]), strict=True):
+                drafts[index] = token
+        for index, token in zip(drawn, self._draw([rows[i] for i in drawn], hidden_NH[newest_R[drawn]]), strict=True):
+            drafts[index] = token
+        return drafts
+
+    def _draw(self, rows: Sequence[Rows], hidden_RH: Tensor) -> list[int | None]:
+        assert self.sampler is not None
+        temperatures = [row.temperature for row in rows]
+        chosen = self.sampler.draw([row.req_id for row in rows], self.module.logits(hidden_RH), temperatures)
+        tokens = self.module.draft_token_ids[chosen].tolist()
+        return [None if index < 0 else token for index, token in zip(chosen, tokens, strict=True)]
 
     def best_tokens(self, hidden_NH: Tensor, newest_R: Tensor) -> list[int | None]:
         """The draft of each request, read at its newest row; None where a logit is not a number."""

@@ -164,7 +164,7 @@ class PDMDrafter(HiddenStateDrafter):
             max_query_len=max(counts),
             max_seq_len=max(newest) + 1,
         )
-        return self.best_tokens(self.run_layers(self._fuse(drafted), batch), drafted.newest)
+        return self.tokens(rows, self.run_layers(self._fuse(drafted), batch), drafted.newest)
 
     def _fuse(self, drafted: DraftRows) -> Tensor:
         """The drafter's inputs [N, H]: each row's anchors, concatenated and projected."""

@@ -10,26 +10,49 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_spd.drafters.base import Drafter, Rows
 from vllm_spd.messages import StepPlan
+from vllm_spd.worker.verify import sampled_drafts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["Drafting"]
+    from vllm_spd.drafters.sampling import DraftSampler
+    from vllm_spd.worker.exchange import Sender
+
+__all__ = ["DraftOutlet", "Drafting"]
 
 logger = init_logger(__name__)
+
+
+class DraftOutlet:
+    """Sends what the drafter drew to the last rank: one message in every step that has any to draw."""
+
+    def __init__(self, sampler: DraftSampler, sender: Sender) -> None:
+        self._sampler = sampler
+        self._sender = sender
+
+    def send(self, req_ids: Sequence[str]) -> None:
+        """Send the rows of these requests, in this order."""
+        if req_ids:
+            self._sender.send(self._sampler.take(req_ids))
+
+    def discard(self) -> None:
+        """The drafts of this step reach nobody."""
+        self._sampler.discard()
 
 
 class Drafting:
     """One step in, one `DraftTokenIds` out. A drafter that fails costs drafts, never a request."""
 
-    def __init__(self, drafter: Drafter, runner: Any) -> None:
+    def __init__(self, drafter: Drafter, runner: Any, outlet: DraftOutlet | None = None) -> None:
         """
         Args:
             drafter: makes the predictions.
             runner: vLLM's model runner of the first rank; its `requests` hold the tokens.
+            outlet: sends the distributions of drawn drafts to the last rank; None if drafts are best guesses.
         """
         self.drafter = drafter
         self._runner = runner
+        self._outlet = outlet
         self._vocab_size: int = runner.model_config.get_vocab_size()
         self.num_failures = 0
 
@@ -41,12 +64,15 @@ class Drafting:
         """Show the step to the drafter and ask for the drafts that the plan wants."""
         for req_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             self.drafter.forget(req_id)
-        rows = self._rows(scheduler_output, frozenset(plan.draft_req_ids))
+        drawn = sampled_drafts(self._runner.requests, plan) if self._outlet is not None else []
+        rows = self._rows(scheduler_output, frozenset(plan.draft_req_ids), frozenset(drawn))
         wanted = [row for row in rows if row.wants_draft]
         drafts = self._drafts(rows, wanted)
+        if self._outlet is not None:
+            self._outlet.send(drawn)
         return DraftTokenIds([row.req_id for row in wanted], [[] if d is None else [d] for d in drafts])
 
-    def _rows(self, scheduler_output: SchedulerOutput, wanted: frozenset[str]) -> list[Rows]:
+    def _rows(self, scheduler_output: SchedulerOutput, wanted: frozenset[str], drawn: frozenset[str]) -> list[Rows]:
         rows = []
         for req_id in self._runner.input_batch.req_ids:
             state = self._runner.requests[req_id]
@@ -59,6 +85,7 @@ class Drafting:
                     num_rows=scheduler_output.num_scheduled_tokens[req_id],
                     # Prompts given as embeddings have no tokens to draft from.
                     wants_draft=req_id in wanted and state.prompt_token_ids is not None,
+                    temperature=state.sampling_params.temperature if req_id in drawn else 0.0,
                 )
             )
         return rows
@@ -75,6 +102,8 @@ class Drafting:
 
     def _failed(self, what: str, num_wanted: int) -> list[int | None]:
         self.num_failures += 1
+        if self._outlet is not None:
+            self._outlet.discard()
         if self.num_failures == 1:
             logger.exception("%s; its requests go on by plain decoding. Reported once.", what)
         return [None] * num_wanted

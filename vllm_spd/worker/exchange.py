@@ -1,4 +1,4 @@
-"""Carries anchors from every rank to the first one, beside vLLM's own messages and without waiting.
+"""Carries anchors to the first rank and draft distributions to the last, beside vLLM's own messages.
 
 Both sides know from the stream of scheduler outputs how many rows a step has, so nothing but the rows is sent. Steps
 are counted from 0 on every rank; empty steps and ranks without anchors send nothing.
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["AnchorReceiver", "AnchorSender", "Arrival", "anchor_group"]
+__all__ = ["AnchorReceiver", "Arrival", "DraftReceiver", "Sender", "pipeline_group"]
 
 
-def anchor_group(pipeline_ranks: Sequence[Sequence[int]], backend: str, rank: int) -> dist.ProcessGroup:
+def pipeline_group(pipeline_ranks: Sequence[Sequence[int]], backend: str, rank: int) -> dist.ProcessGroup:
     """A process group of SPD's own over this rank's pipeline; every rank must call this, in the same order.
 
     Args:
@@ -35,28 +35,28 @@ def anchor_group(pipeline_ranks: Sequence[Sequence[int]], backend: str, rank: in
     return mine
 
 
-class AnchorSender:
-    """On every rank but the first: sends the anchors of each step."""
+class Sender:
+    """Sends one tensor per step to one rank, without waiting for it to arrive."""
 
-    def __init__(self, group: dist.ProcessGroup, first_rank: int, max_in_flight: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, destination: int, max_in_flight: int) -> None:
         """
         Args:
-            group: see `anchor_group`.
-            first_rank: global rank of the first stage.
+            group: see `pipeline_group`.
+            destination: global rank of the receiver.
             max_in_flight: sends that may be unfinished before one is waited for.
         """
         self._group = group
-        self._first_rank = first_rank
+        self._destination = destination
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
         self.num_bytes = 0
 
-    def send(self, rows_ANH: Tensor) -> None:
+    def send(self, rows: Tensor) -> None:
         """Send a copy of one step's rows; the buffer they come from may be overwritten afterwards."""
         while self._in_flight and (len(self._in_flight) > self._max_in_flight or self._in_flight[0][0].is_completed()):
             self._in_flight.popleft()[0].wait()
-        copy = rows_ANH.contiguous() if not rows_ANH.is_contiguous() else rows_ANH.clone()
-        work = dist.isend(copy, self._first_rank, group=self._group)
+        copy = rows.contiguous() if not rows.is_contiguous() else rows.clone()
+        work = dist.isend(copy, self._destination, group=self._group)
         self._in_flight.append((work, copy))
         self.num_bytes += copy.nbytes
 
@@ -76,7 +76,7 @@ class AnchorReceiver:
     def __init__(self, group: dist.ProcessGroup, senders: dict[int, tuple[int, int]], like: Tensor) -> None:
         """
         Args:
-            group: see `anchor_group`.
+            group: see `pipeline_group`.
             senders: stage → (global rank, number of anchors), for stages after the first that own anchors.
             like: an empty tensor [H] with the model's dtype and device.
         """
@@ -110,6 +110,33 @@ class AnchorReceiver:
                 self.num_bytes += buffer.nbytes
                 arrivals.append(Arrival(number, stage, buffer))
         return arrivals
+
+
+class DraftReceiver:
+    """On the last rank: takes in the packed rows of drafts that the first rank drew, one message at a time."""
+
+    def __init__(self, group: dist.ProcessGroup, first_rank: int, like: Tensor) -> None:
+        """
+        Args:
+            group: see `pipeline_group`; not the anchors' group, whose order of messages is another.
+            first_rank: global rank of the first stage.
+            like: an empty float32 tensor [1 + V] on the device.
+        """
+        self._group = group
+        self._first_rank = first_rank
+        self._like = like
+        self._pending: deque[tuple[Any, Tensor]] = deque()
+
+    def expect(self, num_rows: int) -> None:
+        """Post the receive of a step's rows."""
+        buffer = self._like.new_empty(num_rows, len(self._like))
+        self._pending.append((dist.irecv(buffer, self._first_rank, group=self._group), buffer))
+
+    def collect(self) -> Tensor:
+        """The rows [R, 1 + V] of the oldest step that is expected; waits for them."""
+        work, buffer = self._pending.popleft()
+        work.wait()
+        return buffer
 
 
 def backend_of(device: torch.device) -> str:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+    from vllm_spd.worker.verify import DraftVerifier
+
 __all__ = ["DraftAttention", "PipelineGaps", "SPDModelRunner", "adopt"]
 
 
@@ -60,6 +62,7 @@ class SPDModelRunner(PipelineGaps):
     def init_spd(self, spd: SPDConfig) -> None:
         """Stand-in for a constructor; see `adopt`."""
         self.spd = spd
+        self.verifier: DraftVerifier | None = None
         self._seeded = SeededStates(depth=spd.num_stages + 1)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
@@ -107,10 +110,20 @@ class SPDModelRunner(PipelineGaps):
                 undelivered.append((generator, generator.get_state()))
             else:
                 self._seeded.enter(req_id, generator, len(self.requests[req_id].output_token_ids))
-        output = super()._sample(*args, **kwargs)
+        output = self._sample_with_drafts(*args, **kwargs)
         for generator, state in undelivered:
             generator.set_state(state)
         return output
+
+    def _sample_with_drafts(self, *args: Any, **kwargs: Any) -> SamplerOutput:
+        """vLLM's sampling; rows whose successor was drawn by the drafter are judged with it."""
+        if self.verifier is None:
+            return super()._sample(*args, **kwargs)
+        self.verifier.prepare()
+        try:
+            return super()._sample(*args, **kwargs)
+        finally:
+            self.verifier.finish()
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Hide the generators from vLLM's rewinding of undelivered rows: `_sample` has set them by position."""

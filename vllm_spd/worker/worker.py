@@ -38,7 +38,9 @@ class SPDWorkerMixin(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load this rank's stage, and the drafter on the first rank."""
         super().load_model(*args, **kwargs)
-        self.drafting, self.anchors = assemble(self.spd, self.model_runner)
+        parts = assemble(self.spd, self.model_runner)
+        self.drafting, self.anchors, self.verifier = parts.drafting, parts.anchors, parts.verifier
+        self.model_runner.verifier = parts.verifier
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run this rank's stage for one step.
@@ -58,6 +60,8 @@ class SPDWorkerMixin(Worker):
             raise
         if self.anchors is not None and num_rows:
             self.anchors.send(num_rows)
+        if self.verifier is not None and num_rows:
+            self.verifier.expect(plan)
         if self.drafting is not None and num_rows:
             return self.drafting.run(scheduler_output, plan)
         return output
