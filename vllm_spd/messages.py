@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds
 
-__all__ = ["StepPlan"]
+__all__ = ["DraftReport", "StepPlan"]
 
-_ATTRIBUTE = "spd_plan"
+_PLAN = "spd_plan"
+_REPORT = "spd_report"
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,33 @@ class StepPlan:
 
     def attach(self, scheduler_output: SchedulerOutput) -> None:
         """Put this plan on the message that vLLM broadcasts for the step."""
-        setattr(scheduler_output, _ATTRIBUTE, self)
+        setattr(scheduler_output, _PLAN, self)
 
     @staticmethod
     def of(scheduler_output: SchedulerOutput) -> StepPlan:
         """The attached plan; empty for steps that no SPD scheduler made (warm-up)."""
-        return getattr(scheduler_output, _ATTRIBUTE, StepPlan())
+        return getattr(scheduler_output, _PLAN, StepPlan())
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """First rank → scheduler: what one step's drafting cost. Rides on the step's `DraftTokenIds`.
+
+    Attributes:
+        seconds: time of the drafter, from the end of the stage's forward pass to the drafts.
+        num_bytes: anchors that arrived from other ranks.
+        num_failures: 1 if the drafter raised or returned nonsense in this step.
+    """
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+    num_failures: int = 0
+
+    def attach(self, draft_token_ids: DraftTokenIds) -> None:
+        """Put this report on the drafts of its step."""
+        setattr(draft_token_ids, _REPORT, self)
+
+    @staticmethod
+    def of(draft_token_ids: DraftTokenIds) -> DraftReport:
+        """The attached report; empty for drafts that no SPD worker made."""
+        return getattr(draft_token_ids, _REPORT, DraftReport())

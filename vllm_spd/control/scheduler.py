@@ -15,7 +15,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm_spd.config import SPDConfig
 from vllm_spd.control.ledger import Ledger, Verdict
 from vllm_spd.control.stats import PipelineStats, to_vllm
-from vllm_spd.messages import StepPlan
+from vllm_spd.messages import DraftReport, StepPlan
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
@@ -55,6 +55,7 @@ class SPDScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the drafter's predictions for the step just dispatched; void the ones a flush has overtaken."""
+        self.pipeline_stats.add(DraftReport.of(draft_token_ids))
         for req_id, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(req_id)
             if request is None or request.is_finished() or not drafts or not self._all_dispatched(request):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from vllm_spd.control.ledger import Verdict
+from vllm_spd.messages import DraftReport
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -25,6 +26,9 @@ class PipelineStats:
         flushes: verified tokens that had been drafted wrong.
         undrafted: verified tokens without a draft in flight.
         void_rows: rows dispatched whose result a flush made worthless.
+        draft_failures: steps in which the drafter raised or returned nonsense.
+        draft_seconds: time that the drafter took on the first rank, in all.
+        exchanged_bytes: anchors that other ranks sent to the first one.
     """
 
     cycles: int = 0
@@ -33,6 +37,9 @@ class PipelineStats:
     flushes: int = 0
     undrafted: int = 0
     void_rows: int = 0
+    draft_failures: int = 0
+    draft_seconds: float = 0.0
+    exchanged_bytes: int = 0
     since: float = field(default_factory=time.monotonic)
 
     def observe(self, verdict: Verdict) -> None:
@@ -41,6 +48,12 @@ class PipelineStats:
         self.accepted += verdict is Verdict.ACCEPTED
         self.flushes += verdict is Verdict.REJECTED
         self.undrafted += verdict is Verdict.UNDRAFTED
+
+    def add(self, report: DraftReport) -> None:
+        """Count what one step's drafting cost."""
+        self.draft_failures += report.num_failures
+        self.draft_seconds += report.seconds
+        self.exchanged_bytes += report.num_bytes
 
     @property
     def acceptance(self) -> float:
@@ -54,10 +67,13 @@ class PipelineStats:
 
     def line(self) -> str:
         """One line for the log."""
+        cycles = max(self.cycles, 1)
         return (
             f"SPD: {self.tokens} tokens in {self.cycles} cycles ({self.tokens_per_cycle:.2f} per cycle), "
             f"acceptance {self.acceptance:.2f}, {self.flushes} flushes, {self.void_rows} void rows, "
-            f"{self.undrafted} tokens without a draft"
+            f"{self.undrafted} tokens without a draft, "
+            f"per cycle {self.draft_seconds / cycles * 1e3:.2f} ms of drafting "
+            f"and {self.exchanged_bytes / cycles:.0f} bytes exchanged, {self.draft_failures} drafter failures"
         )
 
     def restart(self) -> None:

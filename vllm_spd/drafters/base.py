@@ -51,6 +51,11 @@ class Drafter(ABC):
     A drafter may hold state per request. It learns of a flush by a step that starts before the last one ended.
     """
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that other ranks have sent to this drafter so far."""
+        return 0
+
     def begin(self, num_rows: int, num_finished: int) -> None:
         """A step has been dispatched and this rank's stage is about to run.
 

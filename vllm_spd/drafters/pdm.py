@@ -67,6 +67,11 @@ class PDMDrafter(HiddenStateDrafter):
         self._num_steps = 0
         self._num_finished = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of anchors received so far."""
+        return self.receiver.num_bytes
+
     def begin(self, num_rows: int, num_finished: int) -> None:
         """Post the receives of the step."""
         self._num_finished = num_finished

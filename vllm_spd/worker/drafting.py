@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_spd.drafters.base import Drafter, Rows
-from vllm_spd.messages import StepPlan
+from vllm_spd.messages import DraftReport, StepPlan
 from vllm_spd.worker.verify import sampled_drafts
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class Drafting:
         self.drafter.begin(scheduler_output.total_num_scheduled_tokens, plan.num_finished)
 
     def run(self, scheduler_output: SchedulerOutput, plan: StepPlan) -> DraftTokenIds:
-        """Show the step to the drafter and ask for the drafts that the plan wants."""
+        """Show the step to the drafter, ask for the drafts that the plan wants, and report what it cost."""
+        started, num_bytes, num_failures = time.perf_counter(), self.drafter.num_bytes, self.num_failures
         for req_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             self.drafter.forget(req_id)
         drawn = sampled_drafts(self._runner.requests, plan) if self._outlet is not None else []
@@ -70,7 +72,13 @@ class Drafting:
         drafts = self._drafts(rows, wanted)
         if self._outlet is not None:
             self._outlet.send(drawn)
-        return DraftTokenIds([row.req_id for row in wanted], [[] if d is None else [d] for d in drafts])
+        result = DraftTokenIds([row.req_id for row in wanted], [[] if d is None else [d] for d in drafts])
+        DraftReport(
+            seconds=time.perf_counter() - started,
+            num_bytes=self.drafter.num_bytes - num_bytes,
+            num_failures=self.num_failures - num_failures,
+        ).attach(result)
+        return result
 
     def _rows(self, scheduler_output: SchedulerOutput, wanted: frozenset[str], drawn: frozenset[str]) -> list[Rows]:
         rows = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm_spd.control.ledger import Verdict
 from vllm_spd.control.stats import PipelineStats, to_vllm
+from vllm_spd.messages import DraftReport
 
 
 def stats_of(*verdicts: Verdict) -> PipelineStats:
@@ -27,6 +28,14 @@ def test_rates_before_the_first_token_are_zero() -> None:
 def test_the_line_says_it_in_words() -> None:
     line = stats_of(Verdict.ACCEPTED, Verdict.REJECTED).line()
     assert line.startswith("SPD: 2 tokens in 8 cycles (0.25 per cycle), acceptance 0.50, 1 flushes")
+
+
+def test_the_line_says_what_drafting_cost() -> None:
+    stats = stats_of(Verdict.ACCEPTED)
+    for _ in range(8):
+        stats.add(DraftReport(seconds=0.002, num_bytes=100))
+    stats.add(DraftReport(num_failures=1))
+    assert "per cycle 2.00 ms of drafting and 100 bytes exchanged, 1 drafter failures" in stats.line()
 
 
 def test_restarting_zeroes_every_count() -> None:

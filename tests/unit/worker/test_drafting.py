@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_spd.drafters.base import Drafter, Rows
-from vllm_spd.messages import StepPlan
+from vllm_spd.messages import DraftReport, StepPlan
 from vllm_spd.worker.drafting import Drafting
 
 VOCAB = 100
@@ -96,3 +96,10 @@ def test_steps_of_no_spd_scheduler_have_an_empty_plan() -> None:
     assert StepPlan.of(output).draft_req_ids == ()
     StepPlan(draft_req_ids=("a",)).attach(output)
     assert StepPlan.of(output).draft_req_ids == ("a",)
+
+
+@pytest.mark.parametrize(("answer", "failures"), [([9], 0), ([VOCAB], 1), (RuntimeError("broken"), 1)])
+def test_every_step_reports_what_its_drafting_cost(answer: list[int | None] | Exception, failures: int) -> None:
+    drafts = drafting(Recorder(answer)).run(step(), StepPlan(draft_req_ids=("a",)))
+    report = DraftReport.of(drafts)
+    assert report.num_failures == failures and report.num_bytes == 0 and report.seconds > 0
