@@ -257,8 +257,10 @@ def abort_first_in_child(llm: Any, prompts: list[tuple[int, ...]], params: dict[
 
 
 @pytest.fixture(scope="module")
-def crowded(engines: EnginePool, plain: EngineProcess, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def crowded(engines: EnginePool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Four stages where everything is scarce: KV blocks, tokens per step, and drafts in flight."""
+    # Asked for first, so that the pool makes room by closing another one.
+    plain = engines.get(model=str(tiny), dtype="float32")
     path = tmp_path_factory.mktemp("scripts") / "script.json"
     spd = engines.get(
         model=str(tiny),
