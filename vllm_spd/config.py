@@ -17,6 +17,7 @@ METHOD = "spd"
 ADDITIONAL_CONFIG_KEY = "spd"
 BUILTIN_DRAFTERS = ("early_exit", "ngram", "pdm")
 DRAFTERS_WITH_CHECKPOINT = ("early_exit", "pdm")
+SERVED_FAMILIES = ("llama", "qwen2", "qwen3")
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
 
@@ -209,6 +210,7 @@ def admit_config(config: VllmConfig) -> None:
         if holds:
             raise SPDConfigError(sentence)
     _check_stage_layers(config)
+    _check_checkpoint(config)
 
 
 def _check_stage_layers(config: VllmConfig) -> None:
@@ -217,6 +219,28 @@ def _check_stage_layers(config: VllmConfig) -> None:
     if stage_layers is not None and sum(stage_layers) != num_layers:
         raise SPDConfigError(
             f"stage_layers {list(stage_layers)} add up to {sum(stage_layers)}, but the target has {num_layers} layers."
+        )
+
+
+def _check_checkpoint(config: VllmConfig) -> None:
+    from vllm_spd.models.checkpoint import CheckpointError, check_checkpoint
+
+    spd = SPDConfig.from_vllm_config(config)
+    if spd.model is None:
+        return
+    try:
+        checkpoint = check_checkpoint(spd.model, config.model_config.hf_text_config)
+    except CheckpointError as error:
+        raise SPDConfigError(str(error)) from error
+    if checkpoint.family not in SERVED_FAMILIES:
+        raise SPDConfigError(
+            f"{spd.model} has layers of the family {checkpoint.family!r}, which cannot be served yet: "
+            f"train a drafter of one of {', '.join(SERVED_FAMILIES)}."
+        )
+    if spd.stage_layers != checkpoint.layout.stage_layers:
+        raise SPDConfigError(
+            f"{spd.model} was trained for stages of {list(checkpoint.layout.stage_layers)} layers: "
+            "remove stage_layers, or train a drafter for them."
         )
 
 

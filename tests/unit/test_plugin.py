@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vllm
+from safetensors.torch import save_file
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -18,6 +20,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_spd.config import SPDConfig, SPDConfigError
 from vllm_spd.control.executor import SPDMultiprocExecutor, prepare_environment
 from vllm_spd.control.scheduler import SPDScheduler
+from vllm_spd.models.checkpoint import expected_shapes, write_checkpoint
+from vllm_spd.models.pdm_config import PDMConfig
 from vllm_spd.plugin import register
 from vllm_spd.upstream import SYMBOLS
 
@@ -43,8 +47,8 @@ def arguments(model: Path, **changes: Any) -> EngineArgs:
     return EngineArgs(model=str(model), enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=1 << 20, **changes)
 
 
-def spd_config(model: Path, stages: int = 2, **keys: Any) -> VllmConfig:
-    args = arguments(model, pipeline_parallel_size=stages, speculative_config={**SPD, **keys})
+def spd_config(target: Path, stages: int = 2, **keys: Any) -> VllmConfig:
+    args = arguments(target, pipeline_parallel_size=stages, speculative_config={**SPD, **keys})
     return args.create_engine_config()
 
 
@@ -156,6 +160,62 @@ def test_a_refusal_comes_before_any_process_starts(tiny: Path, changes: dict[str
     args = arguments(tiny, **{"pipeline_parallel_size": 2, "speculative_config": SPD, **changes})
     with pytest.raises(SPDConfigError, match=sentence):
         args.create_engine_config()
+
+
+def head(folder: Path, damage: str = "") -> Path:
+    """A drafter's folder for the tiny target: sound, or with one thing wrong."""
+    sizes = {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 128, "num_attention_heads": 2}
+    stages = [3, 4] if damage == "layers" else [5, 3]
+    config = PDMConfig(
+        num_stages=2,
+        stage_layers=stages,
+        anchors=[0, stages[0]],
+        head="tied" if damage == "head" else "own",
+        family="qwen3_5" if damage == "family" else "llama",
+        num_layers=1,
+        draft_vocab_size=10,
+        num_key_value_heads=2,
+        head_dim=32,
+        **{**sizes, **({damage: 96} if damage in sizes else {})},
+    )
+    tensors = {name: torch.zeros(shape) for name, shape in expected_shapes(config).items()}
+    tensors["draft_token_ids"] = torch.arange(10)
+    write_checkpoint(folder, config, tensors)
+    weights = folder / "model.safetensors"
+    if damage == "bytes":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    if damage == "tensor":
+        save_file({name: tensor for name, tensor in tensors.items() if "mlp" not in name}, weights)
+    return folder
+
+
+def test_a_sound_checkpoint_is_admitted(tiny: Path, tmp_path: Path) -> None:
+    spd = SPDConfig.from_vllm_config(spd_config(tiny, model=str(head(tmp_path))))
+    assert (spd.drafter, spd.stage_layers) == ("pdm", (5, 3))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("bytes", "is damaged"),
+        ("tensor", "lacks the tensor"),
+        ("hidden_size", "hidden_size 96, and this one has 64"),
+        ("vocab_size", "vocab_size 96, and this one has 512"),
+        ("layers", "a target of 7 layers, and this one has 8"),
+        ("head", "`--head own`"),
+        ("family", "cannot be served yet"),
+    ],
+)
+def test_a_checkpoint_that_is_damaged_or_of_another_target_is_refused(
+    tiny: Path, tmp_path: Path, damage: str, sentence: str
+) -> None:
+    with pytest.raises(SPDConfigError, match=sentence):
+        spd_config(tiny, model=str(head(tmp_path, damage)), stage_layers=[5, 3])
+
+
+def test_other_stages_than_the_checkpoint_s_are_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(SPDConfigError, match="remove stage_layers"):
+        spd_config(tiny, model=str(head(tmp_path)), stage_layers=[4, 4])
 
 
 def test_the_front_end_s_environment_stays_as_it_is(tiny: Path) -> None:

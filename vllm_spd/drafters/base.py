@@ -71,7 +71,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, rows: Sequence[Rows]) -> list[int | None]:
-        """Predict the token after each request's last row; None where there is no idea. Same order as `rows`."""
+        """Predict the token after each request's last row, in the order of `rows`.
+
+        None where there is no idea. A token outside the target's vocabulary, such as -1, says that the computation
+        failed; it is counted as a failure and not used.
+        """
 
     def forget(self, req_id: str) -> None:
         """The request is finished or was preempted: drop its state."""

@@ -78,10 +78,10 @@ class HiddenStateDrafter(Drafter):
         temperatures = [row.temperature for row in rows]
         chosen = self.sampler.draw([row.req_id for row in rows], self.module.logits(hidden_RH), temperatures)
         tokens = self.module.draft_token_ids[chosen].tolist()
-        return [None if index < 0 else token for index, token in zip(chosen, tokens, strict=True)]
+        return [-1 if index < 0 else token for index, token in zip(chosen, tokens, strict=True)]
 
     def best_tokens(self, hidden_NH: Tensor, newest_R: Tensor) -> list[int | None]:
-        """The draft of each request, read at its newest row; None where a logit is not a number."""
+        """The draft of each request, read at its newest row; -1 where a logit is not a number."""
         if not hidden_NH.is_cuda:
             return self._best_tokens_on_cpu(hidden_NH[newest_R])
         found = norm_head_argmax(
@@ -92,10 +92,10 @@ class HiddenStateDrafter(Drafter):
             self.module.draft_token_ids,
             newest_R,
         )
-        return [None if token < 0 else token for token in found.token_ids.tolist()]
+        return found.token_ids.tolist()
 
     def _best_tokens_on_cpu(self, hidden_RH: Tensor) -> list[int | None]:
         """Through vLLM's own linear layer: on CPU it has packed the head's weight."""
         best_R, index_R = self.module.logits(hidden_RH).max(-1)
         tokens = self.module.draft_token_ids[index_R].tolist()
-        return [None if nan else token for token, nan in zip(tokens, best_R.isnan().tolist(), strict=True)]
+        return [-1 if nan else token for token, nan in zip(tokens, best_R.isnan().tolist(), strict=True)]

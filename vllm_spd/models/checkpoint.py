@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -17,6 +17,7 @@ from vllm_spd.models.pdm_config import LAYER_VALUES, PDMConfig
 
 __all__ = [
     "CheckpointError",
+    "check_checkpoint",
     "check_tensors",
     "convert_v11",
     "expected_shapes",
@@ -66,9 +67,59 @@ def read_checkpoint(folder: str | Path) -> tuple[PDMConfig, dict[str, Tensor]]:
     """Config and checked tensors of a checkpoint folder. Raises CheckpointError when it holds no sound drafter."""
     config = load_config(folder)
     weights = Path(folder) / WEIGHTS
-    tensors = load_file(weights)
+    try:
+        tensors = load_file(weights)
+    except SafetensorError as error:
+        raise _damaged(weights, error) from None
     check_tensors(config, tensors, str(weights))
     return config, tensors
+
+
+def check_checkpoint(folder: str | Path, target: Any) -> PDMConfig:
+    """Config of a checkpoint whose tensors and sizes fit; reads shapes and token ids, not the weights.
+
+    Args:
+        folder: checkpoint folder.
+        target: text config of the target.
+
+    Raises:
+        CheckpointError: the folder holds no sound drafter, or one of another target.
+    """
+    config = load_config(folder)
+    weights = Path(folder) / WEIGHTS
+    try:
+        with safe_open(weights, "pt") as file:
+            tensors = {n: torch.empty(file.get_slice(n).get_shape(), device="meta") for n in file.keys()}  # noqa: SIM118
+            if "draft_token_ids" in tensors:
+                tensors["draft_token_ids"] = file.get_tensor("draft_token_ids")
+    except SafetensorError as error:
+        raise _damaged(weights, error) from None
+    check_tensors(config, tensors, str(weights))
+    _check_target(config, target, str(folder))
+    return config
+
+
+def _damaged(weights: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{weights} is damaged ({error}): copy or train the drafter again.")
+
+
+def _check_target(config: PDMConfig, target: Any, folder: str) -> None:
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(target, name) != getattr(config, name):
+            raise CheckpointError(
+                f"{folder} was trained for a target with {name} {getattr(config, name)}, and this one has "
+                f"{getattr(target, name)}: use the drafter of this target."
+            )
+    if config.layout.total_layers != target.num_hidden_layers:
+        raise CheckpointError(
+            f"{folder} was trained for a target of {config.layout.total_layers} layers, and this one has "
+            f"{target.num_hidden_layers}: use the drafter of this target."
+        )
+    if config.head == "tied" and not getattr(target, "tie_word_embeddings", False):
+        raise CheckpointError(
+            f"{folder} ties its head to the target's embedding, which this target does not share with its own head: "
+            "train the drafter with `--head own`."
+        )
 
 
 def write_checkpoint(folder: str | Path, config: PDMConfig, tensors: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -103,15 +104,18 @@ class Drafting:
             self.drafter.observe([row for row in rows if row.prompt_token_ids])
             drafts = self.drafter.propose(wanted) if wanted else []
         except Exception as error:
-            return self._failed(f"The drafter raised {error!r}", len(wanted))
-        if any(draft is not None and not 0 <= draft < self._vocab_size for draft in drafts):
-            return self._failed(f"The drafter returned a token outside 0 … {self._vocab_size - 1}", len(wanted))
-        return drafts
+            self._count_failure(f"The drafter raised {error!r}")
+            if self._outlet is not None:
+                self._outlet.discard()
+            return [None] * len(wanted)
+        sound = [draft if draft is None or 0 <= draft < self._vocab_size else None for draft in drafts]
+        if sound != drafts:
+            self._count_failure(f"The drafter returned a token outside 0 … {self._vocab_size - 1}, or no number")
+        return sound
 
-    def _failed(self, what: str, num_wanted: int) -> list[int | None]:
+    def _count_failure(self, what: str) -> None:
         self.num_failures += 1
-        if self._outlet is not None:
-            self._outlet.discard()
         if self.num_failures == 1:
-            logger.exception("%s; its requests go on by plain decoding. Reported once.", what)
-        return [None] * num_wanted
+            logger.error(
+                "%s; its requests go on by plain decoding. Reported once.", what, exc_info=sys.exc_info()[0] is not None
+            )

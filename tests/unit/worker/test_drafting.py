@@ -82,13 +82,20 @@ def test_finished_and_preempted_requests_are_forgotten() -> None:
     assert drafter.forgotten == ["x", "y"]
 
 
-@pytest.mark.parametrize("answer", [RuntimeError("broken"), [VOCAB, 1], [-1, 1]], ids=str)
-def test_a_mistake_costs_the_step_s_drafts_only(answer: Any) -> None:
-    this = drafting(Recorder(answer))
+@pytest.mark.parametrize(
+    ("answer", "drafts"),
+    [(RuntimeError("broken"), [[], []]), ([VOCAB, 1], [[], [1]]), ([7, -1], [[7], []]), ([-1, VOCAB], [[], []])],
+    ids=str,
+)
+def test_a_mistake_costs_its_own_drafts_only_and_is_logged_once(
+    answer: Any, drafts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, messages = drafting(Recorder(answer)), []
+    monkeypatch.setattr("vllm_spd.worker.drafting.logger.error", lambda *args, **kwargs: messages.append(args[0]))
     for count in (1, 2):
-        drafts = this.run(step(), StepPlan(draft_req_ids=("a", "b")))
-        assert drafts.draft_token_ids == [[], []]
+        assert this.run(step(), StepPlan(draft_req_ids=("a", "b"))).draft_token_ids == drafts
         assert this.num_failures == count
+    assert len(messages) == 1 and "plain decoding" in messages[0]
 
 
 def test_steps_of_no_spd_scheduler_have_an_empty_plan() -> None:
