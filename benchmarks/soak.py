@@ -9,22 +9,29 @@ import argparse
 import asyncio
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from openai import AsyncOpenAI
 
+MAX_TOKENS = 48
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1, "seed": 1},
     {"temperature": 0, "presence_penalty": 1.0},
     {"temperature": 0.8, "top_p": 0.9, "seed": 2, "stop": ["e"]},
+    {"temperature": 0, "logprobs": 2, "frequency_penalty": 0.5},
+    {"temperature": 1, "seed": 3, "extra_body": {"min_p": 0.05, "repetition_penalty": 1.2}},
+    {"temperature": 0, "extra_body": {"structured_outputs": {"regex": "[a-z ]{10,40}"}}},
+    {"temperature": 0, "logit_bias": {"40": 2}, "max_tokens": 9},
 )
+"""Each has one right text: greedy, or with a seed."""
 
 
 @dataclass
 class Tally:
-    """What happened, and the first text seen for each kind of request.
+    """What happened, and the right text of each kind of request: a given one, or the first one seen.
 
     A text may differ from the first one in half precision, where batches of another shape round near-ties otherwise.
     """
@@ -40,10 +47,26 @@ class Tally:
         self.differing += self.texts.setdefault(kind, text) != text
 
 
+def request_of(model: str, kind: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": f"{kind} one two three four one two three",
+        "max_tokens": MAX_TOKENS,
+        **KINDS[kind],
+    }
+
+
+async def ask_once(url: str, model: str, kind: int) -> dict[str, Any]:
+    """The whole answer to one kind of request, with token ids."""
+    request = request_of(model, kind)
+    request["extra_body"] = {"return_token_ids": True, **request.get("extra_body", {})}
+    async with client_of(url) as client:
+        return (await client.completions.create(**request)).model_dump()
+
+
 async def ask(client: AsyncOpenAI, model: str, kind: int, tally: Tally, patience: int | None) -> None:
     """One request; hangs up after `patience` chunks."""
-    prompt = f"{kind} one two three four one two three"
-    stream = await client.completions.create(model=model, prompt=prompt, max_tokens=48, stream=True, **KINDS[kind])
+    stream = await client.completions.create(stream=True, **request_of(model, kind))
     text, chunks = "", 0
     async for chunk in stream:
         text += "".join(choice.text for choice in chunk.choices)
@@ -65,12 +88,16 @@ async def user(client: AsyncOpenAI, model: str, number: int, deadline: float, ta
             tally.errors.append(repr(error))
 
 
-async def soak(url: str, model: str, clients: int, seconds: float) -> Tally:
-    """Run all clients for `seconds`, then wait for their last requests."""
-    tally, deadline = Tally(), time.monotonic() + seconds
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+async def soak(url: str, model: str, clients: int, seconds: float, texts: Mapping[int, str] | None = None) -> Tally:
+    """Run all clients for `seconds`, then wait for their last requests. `texts`: the right ones by kind, if known."""
+    tally, deadline = Tally(dict(texts or {})), time.monotonic() + seconds
+    async with client_of(url) as client:
         await asyncio.gather(*(user(client, model, number, deadline, tally) for number in range(clients)))
     return tally
+
+
+def client_of(url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -51,7 +51,7 @@ def process_group(pgid: int) -> list[int]:
 class Server:
     """`with Server(model, "-pp", "2") as server:` serves `model` under `server.name` at `server.url`.
 
-    `waiting(seconds)` is called about every ten seconds while the engine loads.
+    `waiting(seconds)` is called about every ten seconds while the engine loads; `env` is added to the environment.
     """
 
     name = "model"
@@ -63,11 +63,13 @@ class Server:
         timeout: float = 600,
         grace: float = 30,
         waiting: Callable[[int], None] = lambda seconds: None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.port = free_port()
         self.timeout = timeout
         self.grace = grace
         self.waiting = waiting
+        self.env = {**os.environ, **(env or {})}
         self.command = [*vllm_command(), "serve", str(model), *self.address(), *flags]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
         self.process: subprocess.Popen[bytes] | None = None
@@ -91,7 +93,12 @@ class Server:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            self.command, stdout=self.log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            self.command,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=self.env,
         )
         try:
             self.wait_until_ready(self.process)

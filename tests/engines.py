@@ -18,7 +18,7 @@ from typing import Any
 
 from examples.server import kill_group, process_group
 
-__all__ = ["EngineError", "EnginePool", "EngineProcess", "Output"]
+__all__ = ["DEFAULTS", "INSIDE", "SHARED", "EngineError", "EnginePool", "EngineProcess", "Output"]
 
 Prompt = str | Sequence[int]
 Params = Mapping[str, Any]
@@ -30,6 +30,18 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,  # else get_metrics() is empty
     "seed": 0,
 }
+
+
+SHARED: dict[str, Any] = {
+    "dtype": "float32",
+    "logits_processors": ["tests.scenarios.processors:ForbidRepeats"],
+    "enable_lora": True,
+    "max_loras": 3,  # one more than used: on CPU vLLM applies the last slot to rows of the base model
+    "max_lora_rank": 8,
+}
+"""Options of the engines that most tests share: exact, and with what some scenario needs switched on."""
+INSIDE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Environment of engines whose scheduler and workers can be looked into; it also saves the start of a process."""
 
 
 class EngineError(RuntimeError):
@@ -104,6 +116,12 @@ class EngineProcess:
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self, grace: float = 40) -> None:
         """Ask it to shut down, then kill what is left of its group."""

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from examples.smollm2 import prepare
 
-__all__ = ["TINY_VOCAB", "tiny_llama", "tiny_tokenizer"]
+__all__ = ["TINY_VOCAB", "tiny_adapter", "tiny_llama", "tiny_tokenizer"]
 
 TINY_VOCAB = 512
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+THINKING = ("<think>", "</think>")
+"""The last ids of the vocabulary."""
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -51,18 +53,41 @@ def tiny_llama(path: Path, layers: int = 8, hidden: int = 64, max_len: int = 204
     return path
 
 
+def tiny_adapter(path: Path, model: Path, seed: int) -> Path:
+    """Write a random LoRA adapter for a `tiny_llama` folder, strong enough to change every answer."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    width, inner, rank = config["hidden_size"], config["intermediate_size"], 4
+    shapes = {"self_attn.q_proj": (width, width), "self_attn.o_proj": (width, width), "mlp.down_proj": (width, inner)}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (rows, columns) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = 0.1 * torch.randn(rank, columns, generator=generator)
+            tensors[f"{prefix}.lora_B.weight"] = 0.1 * torch.randn(rows, rank, generator=generator)
+    path.mkdir(parents=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    modules = [name.rpartition(".")[2] for name in shapes]
+    adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps({**adapter, "target_modules": modules}))
+    return path
+
+
 def tiny_tokenizer(path: Path) -> None:
-    """Byte-level BPE without merges: 256 bytes, three special tokens and fillers, so that every token id has a text."""
+    """Byte-level BPE without merges: 256 bytes, special and thinking tokens and fillers: every token id has a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fillers = [f"w{index}" for index in range(TINY_VOCAB - len(SPECIAL) - len(alphabet))]
-    vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet, *fillers])}
+    fillers = [f"w{index}" for index in range(TINY_VOCAB - len(SPECIAL) - len(THINKING) - len(alphabet))]
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet, *fillers, *THINKING])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in THINKING])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=SPECIAL[0], eos_token=SPECIAL[2], pad_token=SPECIAL[2]
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines import EnginePool, EngineProcess, Output
+from tests.engines import SHARED, EnginePool, EngineProcess, Output
 from tests.scripted import Script, scripted, write_scripts
 
 STAGES = (2, 4)
@@ -86,7 +86,7 @@ def check_logprobs(one: Output, other: Output) -> None:
 
 @pytest.fixture(scope="module")
 def plain(engines: EnginePool, tiny: Path) -> EngineProcess:
-    return engines.get(model=str(tiny), dtype="float32")
+    return engines.get(model=str(tiny), **SHARED)
 
 
 @pytest.fixture(scope="module", params=STAGES, ids=lambda stages: f"{stages} stages")
@@ -95,12 +95,10 @@ def pair(
     engines: EnginePool,
     plain: EngineProcess,
     tiny: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    script: Path,
 ) -> Pair:
-    path = tmp_path_factory.mktemp("scripts") / "script.json"
-    config = scripted(path)
-    spd = engines.get(model=str(tiny), dtype="float32", pipeline_parallel_size=request.param, speculative_config=config)
-    return Pair(request.param, plain, spd, path)
+    config = {"pipeline_parallel_size": request.param, "speculative_config": scripted(script)}
+    return Pair(request.param, plain, engines.get(model=str(tiny), **SHARED, **config), script)
 
 
 @pytest.mark.parametrize("acceptance", [1.0, 0.7, 0.0])
@@ -256,50 +254,6 @@ def abort_first_in_child(llm: Any, prompts: list[tuple[int, ...]], params: dict[
     return [texts[name] for name in names]
 
 
-@pytest.fixture(scope="module")
-def crowded(engines: EnginePool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Four stages where everything is scarce: KV blocks, tokens per step, and drafts in flight."""
-    # Asked for first, so that the pool makes room by closing another one.
-    plain = engines.get(model=str(tiny), dtype="float32")
-    path = tmp_path_factory.mktemp("scripts") / "script.json"
-    spd = engines.get(
-        model=str(tiny),
-        dtype="float32",
-        pipeline_parallel_size=4,
-        speculative_config={**scripted(path), "num_speculative_tokens": 2},
-        max_num_batched_tokens=48,
-        max_num_seqs=16,
-        max_model_len=256,
-        block_size=32,
-        num_gpu_blocks_override=20,
-    )
-    return Pair(4, plain, spd, path)
-
-
-@pytest.mark.parametrize("acceptance", [1.0, 0.7])
-def test_chunked_prompts_and_preemption(crowded: Pair, acceptance: float) -> None:
-    prompts = prompts_of([100, 3, 70, 150, 33, 64, 120, 90], seed=3)
-    params = {**GREEDY, "max_tokens": 60}
-    expected = crowded.answers(prompts, params)
-    crowded.write(expected, acceptance=acceptance)
-    before = crowded.spd.metrics()["vllm:num_preemptions"]
-    assert crowded.check(expected, params).drafts > 100
-    assert crowded.spd.metrics()["vllm:num_preemptions"] > before
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_seeded_requests_survive_preemption(crowded: Pair, seed: int) -> None:
-    prompts = prompts_of([100, 33, 70, 120, 90, 64], seed=3 + seed)
-    params = {**GREEDY, "max_tokens": 60, "temperature": 1.0, "seed": seed}
-    expected = crowded.answers(prompts, params)
-    crowded.write(expected, acceptance=0.8)
-    assert crowded.check(expected, params).rejected > 0
-
-
-def test_fewer_drafts_than_stages(crowded: Pair) -> None:
-    assert crowded.one(wrong_at=[6, 7, 15]).rejected == 3
-
-
 QUESTIONS = (
     "The capital of France is",
     "one two three four five one two three four five one two",
@@ -308,14 +262,16 @@ QUESTIONS = (
 )
 
 
-def test_smollm2_in_bfloat16(engines: EnginePool, smollm2: Path) -> None:
+def test_smollm2_in_bfloat16(smollm2: Path) -> None:
     """A real model with prompt lookup. Half precision may break near-ties differently, and only those."""
     params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "logprobs": 5}
-    plain = engines.get(model=str(smollm2)).generate(QUESTIONS, params)
-    spd = engines.get(model=str(smollm2), pipeline_parallel_size=2, speculative_config={"method": "spd"})
-    for expected, actual in zip(plain, spd.generate(QUESTIONS, params), strict=True):
+    with EngineProcess(model=str(smollm2)) as engine:
+        plain = engine.generate(QUESTIONS, params)
+    with EngineProcess(model=str(smollm2), pipeline_parallel_size=2, speculative_config={"method": "spd"}) as engine:
+        spd = engine.generate(QUESTIONS, params)
+        assert engine.metrics()[ACCEPTED] > 0
+    for expected, actual in zip(plain, spd, strict=True):
         check_up_to_near_ties(expected, actual)
-    assert spd.metrics()[ACCEPTED] > 0
 
 
 def check_up_to_near_ties(expected: Output, actual: Output, tolerance: float = 0.3) -> None:

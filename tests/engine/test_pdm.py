@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tests.engines import EnginePool
+from tests.engines import INSIDE, SHARED, EnginePool, EngineProcess
 from tests.recording import Recorded, read_records, recording
 from tests.scripted import write_answers
 from vllm_spd.models.checkpoint import expected_shapes, write_checkpoint
@@ -34,6 +35,7 @@ class Head:
     kind: str = "pdm"
     depth_schedule: str = "after_first_stage"
     head: str = "own"
+    slow: bool = False
 
     def write(self, folder: Path, target: Target) -> Path:
         values = layer_values_of(target.config)
@@ -60,17 +62,16 @@ class Head:
 HEADS = (
     Head("two stages, two layers", (5, 3), (0, 3, 5, 8), num_layers=2),
     Head("four stages, the authors' schedule", (2, 2, 2, 2), (0, 2, 5, 7), depth_schedule="paper"),
-    Head("a stage without anchors", (3, 2, 3), (0, 3, 8)),
+    Head("a stage without anchors", (3, 2, 3), (0, 3, 8), slow=True),
     Head("early exit", (5, 3), (0, 5), kind="early_exit"),
 )
 
 
-@pytest.fixture(scope="module")
-def target(tiny: Path) -> Target:
-    return Target.load(str(tiny), dtype=torch.float32)
+def case(head: Head) -> Any:
+    return pytest.param(head, id=head.name, marks=[pytest.mark.slow] if head.slow else [])
 
 
-@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
+@pytest.mark.parametrize("head", map(case, HEADS))
 def test_every_pass_equals_the_twin(
     head: Head, engines: EnginePool, tiny: Path, target: Target, tmp_path: Path
 ) -> None:
@@ -81,18 +82,20 @@ def test_every_pass_equals_the_twin(
     """
     draw = random.Random(7)
     prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in (1, 2, 9, 40, 150)]
-    plain = engines.get(model=str(tiny), dtype="float32").generate(prompts, GREEDY)
+    plain = engines.get(model=str(tiny), **SHARED).generate(prompts, GREEDY)
     script = write_answers(tmp_path / "script.json", plain, acceptance=0.67)
-    engine = engines.get(
+    options = recording(tmp_path / "records.pt", script)
+    options["env"] |= INSIDE
+    with EngineProcess(
         model=str(tiny),
         pipeline_parallel_size=len(head.stage_layers),
         speculative_config={"method": "spd", "model": str(head.write(tmp_path / "head", target))},
         dtype="float32",
         max_num_batched_tokens=64,
         max_num_seqs=8,
-        **recording(tmp_path / "records.pt", script),
-    )
-    assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == [one.token_ids for one in plain]
+        **options,
+    ) as engine:
+        assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == [one.token_ids for one in plain]
     records = read_records(tmp_path / "records.pt")
     assert len(records) > 60 and len({len(record.tokens) for record in records}) > 60
     twin = PDM.from_pretrained(tmp_path / "head").eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,59 +11,33 @@ import torch
 from torch import Tensor
 
 from tests.chisquare import excess
-from tests.engines import EnginePool, EngineProcess
-from vllm_spd.models.checkpoint import expected_shapes, write_checkpoint
-from vllm_spd.models.pdm_config import PDMConfig
-from vllm_spd.training.families import layer_values_of
+from tests.engines import SHARED, EnginePool, EngineProcess
+from tests.heads import copied_head
 from vllm_spd.training.target import Target
 
 PROMPT = (11, 402, 77, 300)
-STAGES = (7, 1)
 COUNT = 20_000
 ACCEPTED, DRAFTED = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"
 
 
 @pytest.fixture(scope="module")
-def target(tiny: Path) -> Target:
-    return Target.load(str(tiny), dtype=torch.float32)
+def head(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An early exit that nearly is the target's last stage."""
+    ids = torch.arange(0, 512, 5).repeat(4).add(torch.arange(4).repeat_interleave(103)).clamp(max=511).unique()
+    return copied_head(tmp_path_factory.mktemp("heads") / "noisy", target, "early_exit", noise=0.3, ids=ids)
+
+
+def engine(tiny: Path, head: Path, method: str) -> EngineProcess:
+    config = {"method": "spd", "model": str(head), "draft_sample_method": method}
+    return EngineProcess(
+        model=str(tiny), dtype="float32", pipeline_parallel_size=2, max_num_seqs=512, speculative_config=config
+    )
 
 
 @pytest.fixture(scope="module")
-def head(tiny: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An early exit that nearly is the target's last stage: its own last layer and head, with noise."""
-    ids = torch.arange(0, 512, 5).repeat(4).add(torch.arange(4).repeat_interleave(103)).clamp(max=511).unique()
-    config = PDMConfig(
-        kind="early_exit",
-        num_stages=2,
-        stage_layers=list(STAGES),
-        anchors=[0, STAGES[0]],
-        num_layers=1,
-        draft_vocab_size=len(ids),
-        head="own",
-        **layer_values_of(target.config),
-    )
-    weights = target.model.state_dict()
-    noise = torch.Generator().manual_seed(0)
-    tensors: dict[str, Tensor] = {"norm.weight": target.norm_factor(), "draft_token_ids": ids}
-    for name, shape in expected_shapes(config).items():
-        if name in tensors:
-            continue
-        exact = weights["lm_head.weight"][ids] if name == "lm_head.weight" else weights[last_layer(name)]
-        tensors[name] = exact + 0.3 * exact.std(correction=0) * torch.randn(shape, generator=noise)
-    folder = tmp_path_factory.mktemp("heads") / "noisy"
-    write_checkpoint(folder, config, tensors)
-    return folder
-
-
-def last_layer(name: str) -> str:
-    return name.replace("spec_layers.0.", f"model.layers.{sum(STAGES) - 1}.")
-
-
-def engine(engines: EnginePool, tiny: Path, head: Path, method: str) -> EngineProcess:
-    config = {"method": "spd", "model": str(head), "draft_sample_method": method}
-    return engines.get(
-        model=str(tiny), dtype="float32", pipeline_parallel_size=2, max_num_seqs=512, speculative_config=config
-    )
+def probabilistic(tiny: Path, head: Path) -> Iterator[EngineProcess]:
+    with engine(tiny, head, "probabilistic") as running:
+        yield running
 
 
 CASES: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_k": 30, "logit_bias": {40: 3.0}})
@@ -72,14 +46,13 @@ CASES: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_k": 30, "logi
 @pytest.mark.parametrize("params", CASES, ids=("plain", "with top-k, bias and temperature"))
 @pytest.mark.timeout(600)
 def test_text_keeps_the_targets_distribution(
-    params: dict[str, Any], engines: EnginePool, tiny: Path, head: Path, target: Target
+    params: dict[str, Any], probabilistic: EngineProcess, target: Target
 ) -> None:
     """Three tokens each, of which two are judged: each against its exact distribution, computed without vLLM.
 
     Fails when every draft is accepted unseen (tried).
     """
-    spd = engine(engines, tiny, head, "probabilistic")
-    tokens = sample(spd, COUNT, params)
+    tokens = sample(probabilistic, COUNT, params)
     first = masked(logits_after(target, torch.tensor([PROMPT])), params)[0].softmax(-1)
     assert excess(tokens[:, 0], first) < 5
     possible = first.nonzero()[:, 0]
@@ -89,18 +62,20 @@ def test_text_keeps_the_targets_distribution(
 
 
 @pytest.mark.timeout(600)
-def test_more_drafts_are_right_than_best_guesses(engines: EnginePool, tiny: Path, head: Path) -> None:
-    rates = {method: acceptance(engine(engines, tiny, head, method)) for method in ("probabilistic", "greedy")}
-    assert rates["probabilistic"] > 1.2 * rates["greedy"], rates
+def test_more_drafts_are_right_than_best_guesses(probabilistic: EngineProcess, tiny: Path, head: Path) -> None:
+    with engine(tiny, head, "greedy") as greedy:
+        assert acceptance(probabilistic) > 1.2 * acceptance(greedy)
 
 
 @pytest.mark.timeout(600)
-def test_greedy_and_seeded_requests_keep_their_text(engines: EnginePool, tiny: Path, head: Path) -> None:
+def test_greedy_and_seeded_requests_keep_their_text(
+    engines: EnginePool, probabilistic: EngineProcess, tiny: Path
+) -> None:
     params: list[Mapping[str, Any]] = [{"temperature": 0}, {"seed": 3}, {"temperature": 1.0}] * 4
     params = [{**one, "max_tokens": 20, "ignore_eos": True} for one in params]
     prompts = [[*PROMPT, index] for index in range(len(params))]
-    expected = engines.get(model=str(tiny), dtype="float32").generate(prompts, params)
-    actual = engine(engines, tiny, head, "probabilistic").generate(prompts, params)
+    expected = engines.get(model=str(tiny), **SHARED).generate(prompts, params)
+    actual = probabilistic.generate(prompts, params)
     for index, (left, right) in enumerate(zip(expected, actual, strict=True)):
         assert len(right.token_ids) == 20
         assert index % 3 == 2 or left.token_ids == right.token_ids

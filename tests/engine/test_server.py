@@ -179,19 +179,9 @@ def test_a_clean_shutdown_leaves_no_process(tiny: Path) -> None:
     assert server.killed == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (("-pp", "2", "--speculative-config", '{"method": "spd", "drafter": "oracle"}'), "drafter must be one of"),
-        (("-pp", "2", "--speculative-config", '{"method": "spd", "model": "/no/such/folder"}'), "/no/such/folder"),
-        (("--speculative-config", '{"method": "spd"}'), "add `-pp 2`."),
-    ],
-)
-def test_a_bad_configuration_is_refused_before_any_worker_starts(
-    flags: tuple[str, ...], sentence: str, tiny: Path
-) -> None:
+def test_a_bad_configuration_is_refused_before_any_worker_starts(tiny: Path) -> None:
+    """The other refusals are tested where they are made."""
     with pytest.raises(ServerError, match="ended with status 1") as refusal:
-        Server(tiny, "--enforce-eager", *flags).start()
-    last = refusal.value.log.splitlines()[-1]
-    assert sentence in last and last.endswith(".")
+        Server(tiny, "--enforce-eager", "--speculative-config", '{"method": "spd"}').start()
+    assert refusal.value.log.splitlines()[-1].endswith("add `-pp 2`.")
     assert "EngineCore" not in refusal.value.log

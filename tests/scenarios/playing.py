@@ -32,13 +32,18 @@ class Answer:
     completions: tuple[Completion, ...]
 
 
-def play(llm: Any, cases: Sequence[Case], priorities: list[int] | None = None) -> list[Answer]:
-    """All cases as one batch."""
+def play(
+    llm: Any, cases: Sequence[Case], adapters: Sequence[str] = (), priorities: list[int] | None = None
+) -> list[Answer]:
+    """All cases as one batch; `adapters` are the folders of LoRA adapters 1, 2, …"""
     from vllm import TokensPrompt
+    from vllm.lora.request import LoRARequest
 
     prompts = [TokensPrompt(prompt_token_ids=list(case.prompt)) for case in cases]
     params = [sampling_params(case.params) for case in cases]
-    return [answer_of(result) for result in llm.generate(prompts, params, use_tqdm=False, priority=priorities)]
+    lora = [LoRARequest(str(c.adapter), c.adapter, adapters[c.adapter - 1]) if c.adapter else None for c in cases]
+    results = llm.generate(prompts, params, use_tqdm=False, priority=priorities, lora_request=lora)
+    return [answer_of(result) for result in results]
 
 
 def sampling_params(params: Mapping[str, Any]) -> Any:
@@ -111,11 +116,22 @@ def step(engine: Any, texts: dict[str, tuple[int, ...]]) -> None:
 
 
 def leftovers(llm: Any) -> dict[str, int]:
-    """What the scheduler still keeps. Needs an engine core inside the child itself."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
+    """What scheduler and drafter still keep. Needs an engine core inside the child itself.
+
+    The workers learn of a request's end with the next step, so one more request runs first, and only it may be left.
+    """
+    play(llm, [Case((9,), {"temperature": 0, "max_tokens": 2})])
+    core = llm.llm_engine.engine_core.engine_core
+    scheduler, pool = core.scheduler, core.scheduler.kv_cache_manager.block_pool
     return {
         "ledgers": len(scheduler.ledgers),
         "requests": len(scheduler.requests),
         "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "drafter": max(core.collective_rpc(drafter_entries)) - 1,
     }
+
+
+def drafter_entries(worker: Any) -> int:
+    """Requests that the drafter's feature store knows; 1 on ranks and for drafters without one."""
+    store = getattr(getattr(worker.worker.drafting, "drafter", None), "store", None)
+    return 1 if store is None else len(store)

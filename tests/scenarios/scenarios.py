@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["SCENARIOS", "Case", "Scenario", "prompt_of"]
@@ -20,10 +20,17 @@ def prompt_of(length: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """One request: its prompt, and keywords of SamplingParams. `structured_outputs` may be a mapping."""
+    """One request.
+
+    Attributes:
+        prompt: token ids.
+        params: keywords of SamplingParams; `structured_outputs` may be a mapping.
+        adapter: number of a LoRA adapter, 0 for the base model.
+    """
 
     prompt: tuple[int, ...]
     params: Params
+    adapter: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,14 @@ SCENARIOS = (
         structured({"json": SCHEMA}, {"regex": "(ab|cd)+x"}, {"choice": ["yes", "no"]}, {"grammar": GRAMMAR}, seed=22),
     ),
     Scenario("mixed", "Eight different requests at once", requests(*MIXED, seed=23)),
+    Scenario(
+        "lora",
+        "LoRA: two adapters and the base model at once",
+        tuple(
+            replace(case, adapter=index % 3)
+            for index, case in enumerate(requests(*[{}, {}, {}, {"temperature": 1.0, "seed": 2}] * 2, seed=24))
+        ),
+    ),
     Scenario("one_token", "Prompts of one token", (Case((7,), {"temperature": 0, "max_tokens": 9}),)),
     Scenario("preemption", "Chunked prefill, preemption", requests(*[{}] * 6, length=70, max_tokens=50), "crowded"),
     Scenario(

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from examples.server import process_group
-from tests.engines import EngineError, EnginePool, EngineProcess
+from tests.engines import DEFAULTS, INSIDE, SHARED, EngineError, EnginePool, EngineProcess
+from tests.heads import copied_head
+from tests.models import tiny_adapter
 from tests.scenarios.playing import Answer, check_same, leftovers, play, play_with_aborts
 from tests.scenarios.scenarios import SCENARIOS, Case, Scenario, prompt_of
 from tests.scripted import Script, scripted, write_scripts
+from vllm_spd.training.target import Target
 
-DRAFTS = "vllm:spec_decode_num_draft_tokens"
-PROCESSOR = "tests.scenarios.processors:ForbidRepeats"
-COMMON = {"dtype": "float32", "logits_processors": [PROCESSOR]}
+ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"
 CROWDED = {
     "max_num_batched_tokens": 48,
     "max_num_seqs": 16,
@@ -28,29 +29,42 @@ CROWDED = {
     "block_size": 32,
     "num_gpu_blocks_override": 17,
     "scheduling_policy": "priority",
-    "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},  # so that the scheduler can be looked into
+    "env": INSIDE,
 }
+NOTHING = {"ledgers": 0, "requests": 0, "blocks": 0, "drafter": 0}
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 ROOMY, TIGHT = ([s for s in SCENARIOS if s.engine == engine] for engine in ("roomy", "crowded"))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """An engine without SPD and one with it, whose drafts follow a script file."""
+    """An engine without SPD and one with it, whose drafts follow a script file unless its drafter is another."""
 
     plain: EngineProcess
     spd: EngineProcess
     path: Path
+    adapters: tuple[str, ...]
 
-    def check(self, cases: Sequence[Case], acceptance: float, priorities: list[int] | None = None) -> list[Answer]:
-        """SPD's answers equal the plain ones; drafts run on behind their ends."""
-        expected = self.plain.run(play, cases)
+    def check(
+        self, cases: Sequence[Case], acceptance: float = 1.0, priorities: list[int] | None = None
+    ) -> list[Answer]:
+        """SPD's answers equal the plain ones; scripted drafts run on behind their ends."""
+        expected = self.plain.run(play, cases, self.adapters)
         self.script(expected, acceptance)
-        before = self.spd.metrics().get(DRAFTS, 0)
-        check_same(expected, self.spd.run(play, cases, priorities))
+        before = self.count(DRAFTS)
+        check_same(expected, self.spd.run(play, cases, self.adapters, priorities))
         if max(len(answer.completions[0].token_ids) for answer in expected) > 4:
-            assert self.spd.metrics()[DRAFTS] > before
+            assert self.count(DRAFTS) > before
         return expected
+
+    def count(self, name: str) -> float:
+        return self.spd.metrics().get(name, 0)
+
+    def acceptance(self, cases: Sequence[Case]) -> float:
+        """Check them, and return the share of drafts that were right."""
+        before = self.count(ACCEPTED), self.count(DRAFTS)
+        self.check(cases)
+        return (self.count(ACCEPTED) - before[0]) / (self.count(DRAFTS) - before[1])
 
     def script(self, answers: Sequence[Answer], acceptance: float) -> None:
         scripts = {}
@@ -61,13 +75,16 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def stage_of(engines: EnginePool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stage]:
-    path = tmp_path_factory.mktemp("scenarios") / "script.json"
+def stage_of(
+    engines: EnginePool, tiny: Path, script: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Stage]:
+    folder = tmp_path_factory.mktemp("scenarios")
+    adapters = tuple(str(tiny_adapter(folder / f"adapter-{seed}", tiny, seed)) for seed in (1, 2))
 
-    def build(stages: int, **options: Any) -> Stage:
-        plain = engines.get(model=str(tiny), **COMMON)
-        config = {"pipeline_parallel_size": stages, "speculative_config": scripted(path)}
-        return Stage(plain, engines.get(model=str(tiny), **COMMON, **config, **options), path)
+    def build(stages: int, keys: dict[str, Any] | None = None, **options: Any) -> Stage:
+        plain = engines.get(model=str(tiny), **SHARED)
+        config = {"pipeline_parallel_size": stages, "speculative_config": {**scripted(script), **(keys or {})}}
+        return Stage(plain, engines.get(model=str(tiny), **SHARED, **config, **options), script, adapters)
 
     return build
 
@@ -79,7 +96,21 @@ def roomy(request: pytest.FixtureRequest, stage_of: Callable[..., Stage]) -> Sta
 
 @pytest.fixture
 def crowded(stage_of: Callable[..., Stage]) -> Stage:
-    return stage_of(2, **CROWDED)
+    """Four stages, two drafts in flight, and too little of everything."""
+    return stage_of(4, {"num_speculative_tokens": 2}, **CROWDED)
+
+
+@pytest.fixture(scope="module", params=["pdm", pytest.param("early_exit", marks=pytest.mark.slow)])
+def copying(
+    request: pytest.FixtureRequest,
+    stage_of: Callable[..., Stage],
+    target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Stage:
+    """A drafter that is right whenever its inputs are."""
+    head = copied_head(tmp_path_factory.mktemp("heads") / "copied", target, request.param)
+    keys = {"model": str(head), "drafter": request.param, "drafter_options": {}}
+    return stage_of(2, keys, max_num_batched_tokens=64, max_num_seqs=16, num_gpu_blocks_override=100, env=INSIDE)
 
 
 @pytest.mark.parametrize("acceptance", [1.0, 0.6, 0.0])
@@ -130,22 +161,50 @@ def test_crowded_scenario(crowded: Stage, scenario: Scenario, acceptance: float)
     before = crowded.spd.metrics()["vllm:num_preemptions"]
     crowded.check(scenario.cases, acceptance)
     assert crowded.spd.metrics()["vllm:num_preemptions"] > before
-    assert not any(crowded.spd.run(leftovers).values())
+    assert crowded.spd.run(leftovers) == NOTHING
 
 
 def test_priorities(crowded: Stage) -> None:
     crowded.check(TIGHT[0].cases, 0.6, priorities=[3, 0, 2, 5, 1, 4])
 
 
-def test_aborts_leave_nothing_behind(crowded: Stage) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_aborts_leave_nothing_behind(crowded: Stage, count: int) -> None:
     """Fails when the ledgers of ended requests are kept (tried)."""
+    check_aborts(crowded, count)
+
+
+def check_aborts(stage: Stage, count: int) -> None:
     neighbour = Case(prompt_of(12, 81), {**GREEDY, "max_tokens": 200})
-    victims = [Case(prompt_of(5 + index, 200 + index), GREEDY) for index in range(30)]
-    expected = crowded.plain.run(play, [neighbour, *victims])
-    crowded.script(expected, 0.7)
-    tokens = crowded.spd.run(play_with_aborts, neighbour, victims, 0)
+    victims = [Case(prompt_of(5 + index, 200 + index), GREEDY) for index in range(count)]
+    expected = stage.plain.run(play, [neighbour, *victims])
+    stage.script(expected, 0.7)
+    tokens = stage.spd.run(play_with_aborts, neighbour, victims, 0)
     assert tokens == expected[0].completions[0].token_ids
-    assert crowded.spd.run(leftovers) == {"ledgers": 0, "requests": 0, "blocks": 0}
+    assert stage.spd.run(leftovers) == NOTHING
+
+
+@pytest.mark.parametrize("name", ["greedy", "mixed", "n", "lora"])
+def test_drafters_that_read_hidden_states(copying: Stage, name: str) -> None:
+    copying.check(next(one for one in SCENARIOS if one.name == name).cases)
+
+
+def test_their_drafts_are_right(copying: Stage) -> None:
+    """Fails when a flush, a chunk of a prompt or a preemption leaves wrong keys behind."""
+    cases = [Case(prompt_of(10 + 20 * seed, seed), {**GREEDY, "max_tokens": 60}) for seed in range(8)]
+    assert copying.acceptance(cases) > 0.97
+
+
+def test_their_drafts_are_right_after_a_prefix_from_the_cache(copying: Stage) -> None:
+    """Fails when the drafter's keys are not kept with the target's blocks."""
+    case = Case(prompt_of(1000, 90), {**GREEDY, "max_tokens": 24})
+    first, second = copying.acceptance([case]), copying.acceptance([case])
+    assert first > 0.9 and second >= 0.95 * first
+
+
+def test_their_store_is_empty_after_aborts(copying: Stage) -> None:
+    """Fails when a step without rows, which ends requests all the same, does not reach the drafter (tried)."""
+    check_aborts(copying, 30)
 
 
 def test_a_killed_worker_ends_the_engine(tiny: Path, tmp_path: Path) -> None:
@@ -165,6 +224,25 @@ def test_a_killed_worker_ends_the_engine(tiny: Path, tmp_path: Path) -> None:
         engine.receive(60)
     engine.close()
     assert process_group(group) == []
+
+
+def test_two_engines_in_one_process(roomy: Stage, tiny: Path) -> None:
+    """Also what is left to the second start after the end of an engine: nothing."""
+    case = Case(prompt_of(12, 91), GREEDY)
+    roomy.check([case])
+    options = {"model": str(tiny), **DEFAULTS, **SHARED, "pipeline_parallel_size": 2}
+    first, second, again = roomy.spd.run(play_in_two_engines, case, options)
+    assert first == second == again
+
+
+def play_in_two_engines(llm: Any, case: Case, options: dict[str, Any]) -> tuple[Answer, ...]:
+    """The same from this engine, from a second one beside it, and from this one when the second has ended."""
+    from vllm import LLM
+
+    second = LLM(**options, speculative_config={"method": "spd"})
+    answers = play(llm, [case])[0], play(second, [case])[0]
+    second.llm_engine.engine_core.shutdown()
+    return *answers, play(llm, [case])[0]
 
 
 def reset_prefix_cache(llm: Any) -> bool:

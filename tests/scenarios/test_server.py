@@ -1,4 +1,4 @@
-"""What a user asks for over HTTP, on the tiny model."""
+"""What a user asks for over HTTP: a plain server and one with SPD, on the tiny model, give the same answers."""
 
 from __future__ import annotations
 
@@ -6,66 +6,107 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
 
-from benchmarks.soak import soak
-from examples.server import Server
-from tests.scenarios.scenarios import SCHEMA
+from benchmarks.soak import KINDS, ask_once, soak
+from examples.server import Server, process_group
+from tests.scenarios.http import REFUSALS, REQUESTS, Request, ask, drop_identity, stream
+from tests.scripted import Script, scripted, write_scripts
 
-ENGINE = ("-pp", "2", "--enforce-eager", "--dtype", "float32", "--max-model-len", "1024")
-TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+ENGINE = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "128M")
+DRAFTS = "vllm:spec_decode_num_draft_tokens_total"
+PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1")
+
+
+@dataclass(frozen=True)
+class Servers:
+    """A plain server and one with SPD, whose drafts follow a script file."""
+
+    plain: Server
+    spd: Server
+    path: Path
+
+    def expected(self, request: Request) -> Any:
+        """The plain answer; six of ten drafts will be right."""
+        answer = ask(self.plain.url, request, Server.name)
+        assert answer.status_code == 200, answer.text
+        self.script(answer.json())
+        return drop_identity(answer.json())
+
+    def script(self, *answers: Any) -> None:
+        scripts = {}
+        for answer in answers:
+            for choice in answer["choices"]:
+                prompt = answer.get("prompt_token_ids") or choice["prompt_token_ids"]
+                scripts[tuple(prompt)] = Script([*choice["token_ids"], *range(9, 13)], acceptance=0.6)
+        write_scripts(self.path, scripts)
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Path) -> Iterator[Server]:
-    flags = (*ENGINE, *TOOLS, "--kv-cache-memory-bytes", "128M", "--spec-method", "spd")
-    with Server(tiny, *flags) as server:
-        yield server
+def servers(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    path = write_scripts(tmp_path_factory.mktemp("http") / "script.json", {})
+    spd = ("-pp", "2", "--speculative-config", json.dumps(scripted(path)))
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}  # where the scripted drafter is found
+    with Server(tiny, *ENGINE, *PARSERS) as plain, Server(tiny, *ENGINE, *PARSERS, *spd, env=env) as server:
+        yield Servers(plain, server, path)
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.name)
+def test_over_http(servers: Servers, request_: Request) -> None:
+    """`thinking` fails when drafts in flight do not end the reasoning for the rows behind them (tried)."""
+    expected = servers.expected(request_)
+    drafts = servers.spd.counter(DRAFTS)
+    assert drop_identity(ask(servers.spd.url, request_, Server.name).json()) == expected
+    assert servers.spd.counter(DRAFTS) > drafts or not request_.drafts
 
 
-@pytest.mark.parametrize(
-    "options", [{"extra_body": {"min_p": 0.1}}, {"logit_bias": {"40": 100}}], ids=["min_p", "logit_bias"]
-)
-def test_over_http(client: OpenAI, options: dict[str, Any]) -> None:
-    """vLLM refuses both under other speculative methods."""
-    reply = client.completions.create(model=Server.name, prompt="abc", max_tokens=8, seed=1, **options)
-    assert reply.usage is not None and reply.usage.completion_tokens > 0
-
-
-def test_a_named_tool_is_called(client: OpenAI) -> None:
-    """Plain vLLM 0.32 gives this call the arguments `{}`, so the schema is not checked."""
-    function = {"name": "look", "parameters": SCHEMA}
-    reply = client.chat.completions.create(
-        model=Server.name,
-        messages=[{"role": "user", "content": "abc"}],
-        tools=[{"type": "function", "function": function}],
-        tool_choice={"type": "function", "function": {"name": "look"}},
-        max_tokens=400,
-        temperature=1,
-        seed=1,
+@pytest.mark.parametrize("name", ["completion", "chat", "stop", "choices", "thinking", "required", "named"])
+def test_streamed(servers: Servers, name: str) -> None:
+    request = next(one for one in REQUESTS if one.name == name)
+    servers.expected(request)
+    expected, actual = (
+        drop_identity(stream(server.url, request, Server.name)) for server in (servers.plain, servers.spd)
     )
-    (call,) = reply.choices[0].message.tool_calls
-    assert call.function.name == "look"
-    assert isinstance(json.loads(call.function.arguments), dict)
+    assert actual == expected
+
+
+@pytest.mark.parametrize("request_", REFUSALS, ids=lambda request: request.name)
+def test_refused_alike(servers: Servers, request_: Request) -> None:
+    """With vLLM's status and sentence. SPD itself has nothing to refuse per request."""
+    plain, spd = (ask(server.url, request_, Server.name) for server in (servers.plain, servers.spd))
+    assert plain.status_code in (400, 404)
+    assert (spd.status_code, spd.json()) == (plain.status_code, plain.json())
 
 
 @pytest.mark.parametrize(
-    ("clients", "seconds"), [(16, 8), pytest.param(64, 180, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("clients", "seconds"), [(16, 6), pytest.param(64, 240, marks=pytest.mark.slow)], ids=["short", "long"]
 )
-def test_load_with_clients_that_hang_up(server: Server, clients: int, seconds: float) -> None:
-    tally = asyncio.run(soak(server.url, server.name, clients, seconds))
+def test_load_with_clients_that_hang_up(servers: Servers, clients: int, seconds: float) -> None:
+    """Every text as plain vLLM's, nothing left running, no memory growing."""
+    answers = [asyncio.run(ask_once(servers.plain.url, Server.name, kind)) for kind in range(len(KINDS))]
+    servers.script(*answers)
+    texts = {kind: answer["choices"][0]["text"] for kind, answer in enumerate(answers)}
+    asyncio.run(soak(servers.spd.url, Server.name, clients, seconds / 4, texts))
+    before, drafts = memory_of(servers.spd), servers.spd.counter(DRAFTS)
+    tally = asyncio.run(soak(servers.spd.url, Server.name, clients, seconds, texts))
     assert (tally.errors, tally.differing) == ([], 0)
-    assert tally.finished and tally.hung_up
+    assert tally.finished and tally.hung_up and servers.spd.counter(DRAFTS) > drafts
     deadline = time.monotonic() + 20
-    while server.counter("vllm:num_requests_running") and time.monotonic() < deadline:
+    while servers.spd.counter("vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert server.counter("vllm:num_requests_running") == server.counter("vllm:kv_cache_usage_perc") == 0
+    assert servers.spd.counter("vllm:num_requests_running") == servers.spd.counter("vllm:kv_cache_usage_perc") == 0
+    assert memory_of(servers.spd) < 1.05 * before
+
+
+def memory_of(server: Server) -> int:
+    """Resident memory of all the server's processes, in kB."""
+    assert server.process is not None
+    total = 0
+    for pid in process_group(server.process.pid):
+        status = Path(f"/proc/{pid}/status").read_text()
+        total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+    return total

@@ -17,6 +17,7 @@ from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 
 from vllm_spd.models.checkpoint import read_checkpoint
+from vllm_spd.models.embedding import token_embedding
 from vllm_spd.models.pdm_config import PDMConfig
 from vllm_spd.training.families import FAMILIES
 
@@ -106,7 +107,7 @@ def load_pdm(vllm_config: VllmConfig, folder: str, target: nn.Module) -> PDMModu
             module = PDMModule(plain, config)
             if config.head == "tied":
                 ids = tensors["draft_token_ids"].to(device)
-                tensors["lm_head.weight"] = target.embed_input_ids(ids).detach()
+                tensors["lm_head.weight"] = token_embedding(target)(ids).detach()
             module.load_tensors(tensors)
             process_weights_after_loading(module, model_config, device)
     finally:

@@ -59,14 +59,15 @@ class Drafting:
         self.num_failures = 0
 
     def begin(self, scheduler_output: SchedulerOutput, plan: StepPlan) -> None:
-        """Announce a step to the drafter before this rank's stage runs."""
-        self.drafter.begin(scheduler_output.total_num_scheduled_tokens, plan.num_finished)
+        """Announce a step to the drafter before this rank's stage runs; a step without rows may end requests too."""
+        for req_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+            self.drafter.forget(req_id)
+        if scheduler_output.total_num_scheduled_tokens:
+            self.drafter.begin(scheduler_output.total_num_scheduled_tokens, plan.num_finished)
 
     def run(self, scheduler_output: SchedulerOutput, plan: StepPlan) -> DraftTokenIds:
         """Show the step to the drafter, ask for the drafts that the plan wants, and report what it cost."""
         started, num_bytes, num_failures = time.perf_counter(), self.drafter.num_bytes, self.num_failures
-        for req_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
-            self.drafter.forget(req_id)
         drawn = sampled_drafts(self._runner.requests, plan) if self._outlet is not None else []
         rows = self._rows(scheduler_output, frozenset(plan.draft_req_ids), frozenset(drawn))
         wanted = [row for row in rows if row.wants_draft]

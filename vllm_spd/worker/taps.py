@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from vllm_spd.models.embedding import called_embedding
 
 __all__ = ["Taps"]
 
@@ -38,7 +39,7 @@ class Taps:
         self.buffer_ANH = like.new_zeros(len(self.anchors), max_tokens, like.shape[-1])
         layers = _decoder_layers(model, num_layers) if any(self.anchors) else None
         for index, anchor in enumerate(self.anchors):
-            module = _embedding(model) if anchor == 0 else layers[anchor - 1]  # type: ignore[index]
+            module = called_embedding(model) if anchor == 0 else layers[anchor - 1]  # type: ignore[index]
             module.register_forward_hook(_copy_into(self.buffer_ANH[index]))
 
     def rows(self, num_tokens: int) -> Tensor:
@@ -61,10 +62,3 @@ def _decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise ValueError(f"The target has no list of {num_layers} decoder layers: SPD's drafters cannot read it.")
-
-
-def _embedding(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
-            return module
-    raise ValueError("The target has no token embedding on its first rank: SPD's drafters cannot read it.")

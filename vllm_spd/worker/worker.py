@@ -51,7 +51,7 @@ class SPDWorkerMixin(Worker):
         """
         plan = StepPlan.of(scheduler_output)
         num_rows = scheduler_output.total_num_scheduled_tokens
-        if self.drafting is not None and num_rows:
+        if self.drafting is not None:
             self.drafting.begin(scheduler_output, plan)
         try:
             output = super().execute_model(scheduler_output)

@@ -35,9 +35,12 @@ class Recorder(Drafter):
         self.forgotten.append(req_id)
 
 
-def step(finished: Sequence[str] = (), preempted: Sequence[str] | None = None) -> Any:
+def step(finished: Sequence[str] = (), preempted: Sequence[str] | None = None, rows: bool = True) -> Any:
     return SimpleNamespace(
-        finished_req_ids=set(finished), preempted_req_ids=preempted, num_scheduled_tokens={"a": 1, "b": 3}
+        finished_req_ids=set(finished),
+        preempted_req_ids=preempted,
+        num_scheduled_tokens={"a": 1, "b": 3} if rows else {},
+        total_num_scheduled_tokens=4 * rows,
     )
 
 
@@ -76,9 +79,10 @@ def test_no_idea_is_an_empty_draft() -> None:
     assert drafts.draft_token_ids == [[], [7]]
 
 
-def test_finished_and_preempted_requests_are_forgotten() -> None:
+@pytest.mark.parametrize("rows", [True, False])
+def test_finished_and_preempted_requests_are_forgotten(rows: bool) -> None:
     drafter = Recorder([])
-    drafting(drafter).run(step(finished=["x"], preempted=["y"]), StepPlan())
+    drafting(drafter).begin(step(finished=["x"], preempted=["y"], rows=rows), StepPlan())
     assert drafter.forgotten == ["x", "y"]
 
 
