@@ -179,7 +179,8 @@ def engine(model: Path, pipeline_parallel_size: int = 1, **options: Any) -> Iter
     # SPD shares the cores out by itself; plain vLLM refuses more than one rank on one NUMA node without this.
     bind = omp_threads_bind(pipeline_parallel_size, sorted(os.sched_getaffinity(0)))
     env = {"VLLM_CPU_OMP_THREADS_BIND": bind} if pipeline_parallel_size > 1 else {}
-    process = EngineProcess(model=str(model), pipeline_parallel_size=pipeline_parallel_size, env=env, **options)
+    options["env"] = {**env, **options.get("env", {})}
+    process = EngineProcess(model=str(model), pipeline_parallel_size=pipeline_parallel_size, **options)
     try:
         yield process
     finally:

@@ -43,11 +43,13 @@ class DraftReport:
 
     Attributes:
         seconds: time of the drafter, from the end of the stage's forward pass to the drafts.
+        waited_seconds: the part of it in which it waited for other ranks' anchors.
         num_bytes: anchors that arrived from other ranks.
         num_failures: 1 if the drafter raised or returned nonsense in this step.
     """
 
     seconds: float = 0.0
+    waited_seconds: float = 0.0
     num_bytes: int = 0
     num_failures: int = 0
 

@@ -28,6 +28,7 @@ class PipelineStats:
         void_rows: rows dispatched whose result a flush made worthless.
         draft_failures: steps in which the drafter raised or returned nonsense.
         draft_seconds: time that the drafter took on the first rank, in all.
+        waited_seconds: the part of it in which it waited for other ranks' anchors.
         exchanged_bytes: anchors that other ranks sent to the first one.
     """
 
@@ -39,6 +40,7 @@ class PipelineStats:
     void_rows: int = 0
     draft_failures: int = 0
     draft_seconds: float = 0.0
+    waited_seconds: float = 0.0
     exchanged_bytes: int = 0
     since: float = field(default_factory=time.monotonic)
 
@@ -53,6 +55,7 @@ class PipelineStats:
         """Count what one step's drafting cost."""
         self.draft_failures += report.num_failures
         self.draft_seconds += report.seconds
+        self.waited_seconds += report.waited_seconds
         self.exchanged_bytes += report.num_bytes
 
     @property
@@ -72,8 +75,9 @@ class PipelineStats:
             f"SPD: {self.tokens} tokens in {self.cycles} cycles ({self.tokens_per_cycle:.2f} per cycle), "
             f"acceptance {self.acceptance:.2f}, {self.flushes} flushes, {self.void_rows} void rows, "
             f"{self.undrafted} tokens without a draft, "
-            f"per cycle {self.draft_seconds / cycles * 1e3:.2f} ms of drafting "
-            f"and {self.exchanged_bytes / cycles:.0f} bytes exchanged, {self.draft_failures} drafter failures"
+            f"per cycle {self.draft_seconds / cycles * 1e3:.2f} ms of drafting, "
+            f"{self.waited_seconds / cycles * 1e3:.2f} ms of it waiting for {self.exchanged_bytes / cycles:.0f} bytes "
+            f"of other stages, {self.draft_failures} drafter failures"
         )
 
     def restart(self) -> None:

@@ -56,6 +56,11 @@ class Drafter(ABC):
         """Bytes that other ranks have sent to this drafter so far."""
         return 0
 
+    @property
+    def waited_seconds(self) -> float:
+        """Time that it has waited for them so far."""
+        return 0.0
+
     def begin(self, num_rows: int, num_finished: int) -> None:
         """A step has been dispatched and this rank's stage is about to run.
 

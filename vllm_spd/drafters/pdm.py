@@ -72,6 +72,11 @@ class PDMDrafter(HiddenStateDrafter):
         """Bytes of anchors received so far."""
         return self.receiver.num_bytes
 
+    @property
+    def waited_seconds(self) -> float:
+        """Time spent on waiting for them so far."""
+        return self.receiver.waited_seconds
+
     def begin(self, num_rows: int, num_finished: int) -> None:
         """Post the receives of the step."""
         self._num_finished = num_finished

@@ -67,7 +67,7 @@ class Drafting:
 
     def run(self, scheduler_output: SchedulerOutput, plan: StepPlan) -> DraftTokenIds:
         """Show the step to the drafter, ask for the drafts that the plan wants, and report what it cost."""
-        started, num_bytes, num_failures = time.perf_counter(), self.drafter.num_bytes, self.num_failures
+        started, before = time.perf_counter(), self._totals()
         drawn = sampled_drafts(self._runner.requests, plan) if self._outlet is not None else []
         rows = self._rows(scheduler_output, frozenset(plan.draft_req_ids), frozenset(drawn))
         wanted = [row for row in rows if row.wants_draft]
@@ -75,12 +75,13 @@ class Drafting:
         if self._outlet is not None:
             self._outlet.send(drawn)
         result = DraftTokenIds([row.req_id for row in wanted], [[] if d is None else [d] for d in drafts])
-        DraftReport(
-            seconds=time.perf_counter() - started,
-            num_bytes=self.drafter.num_bytes - num_bytes,
-            num_failures=self.num_failures - num_failures,
-        ).attach(result)
+        waited, num_bytes, num_failures = (now - then for now, then in zip(self._totals(), before, strict=True))
+        seconds = time.perf_counter() - started
+        DraftReport(seconds, waited, int(num_bytes), int(num_failures)).attach(result)
         return result
+
+    def _totals(self) -> tuple[float, int, int]:
+        return self.drafter.waited_seconds, self.drafter.num_bytes, self.num_failures
 
     def _rows(self, scheduler_output: SchedulerOutput, wanted: frozenset[str], drawn: frozenset[str]) -> list[Rows]:
         rows = []

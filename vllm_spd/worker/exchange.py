@@ -6,6 +6,7 @@ are counted from 0 on every rank; empty steps and ranks without anchors send not
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class AnchorReceiver:
         self._like = like
         self._pending: dict[int, deque[tuple[int, Any, Tensor]]] = {stage: deque() for stage in senders}
         self.num_bytes = 0
+        self.waited_seconds = 0.0
 
     def expect(self, step: int, num_tokens: int) -> None:
         """Post the receives of a step that has been dispatched."""
@@ -101,7 +103,7 @@ class AnchorReceiver:
                 everything before that.
             num_finished: number of steps whose results the scheduler has seen; every stage has finished them.
         """
-        arrivals = []
+        arrivals, started = [], time.perf_counter()
         for stage, pending in self._pending.items():
             done_before = max(step - stage, num_finished)
             while pending and pending[0][0] < done_before:
@@ -109,6 +111,7 @@ class AnchorReceiver:
                 work.wait()
                 self.num_bytes += buffer.nbytes
                 arrivals.append(Arrival(number, stage, buffer))
+        self.waited_seconds += time.perf_counter() - started
         return arrivals
 
 

@@ -33,9 +33,10 @@ def test_the_line_says_it_in_words() -> None:
 def test_the_line_says_what_drafting_cost() -> None:
     stats = stats_of(Verdict.ACCEPTED)
     for _ in range(8):
-        stats.add(DraftReport(seconds=0.002, num_bytes=100))
+        stats.add(DraftReport(seconds=0.002, waited_seconds=0.0005, num_bytes=100))
     stats.add(DraftReport(num_failures=1))
-    assert "per cycle 2.00 ms of drafting and 100 bytes exchanged, 1 drafter failures" in stats.line()
+    expected = "per cycle 2.00 ms of drafting, 0.50 ms of it waiting for 100 bytes of other stages, 1 drafter failures"
+    assert expected in stats.line()
 
 
 def test_restarting_zeroes_every_count() -> None:
