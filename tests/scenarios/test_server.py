@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks.soak import KINDS, ask_once, soak
@@ -110,3 +114,21 @@ def memory_of(server: Server) -> int:
         status = Path(f"/proc/{pid}/status").read_text()
         total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     return total
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_server(tiny: Path) -> None:
+    """As plain vLLM does: the answer is not finished, the server exits with a status, no process is left."""
+    with Server(tiny, *ENGINE, "-pp", "2", "--spec-method", "spd") as server:
+        assert server.process is not None
+        group = server.process.pid
+        workers = [pid for pid in process_group(group) if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        body = {"model": Server.name, "prompt": "abc", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(workers[-1], signal.SIGKILL)
+            with contextlib.suppress(httpx.HTTPError):
+                assert not any('"finish_reason":"length"' in line for line in lines)
+        assert server.process.wait(60) != 0
+    assert process_group(group) == []
