@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from examples.server import process_group
-from tests.engines import SHARED, EngineError, EnginePool, EngineProcess
+from tests.engines import SHARED, EngineError, EnginePool
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
@@ -39,12 +38,3 @@ def test_an_error_inside_the_engine_reaches_the_test(engines: EnginePool, tiny: 
     with pytest.raises(EngineError, match="ValueError: as asked"):
         engine.run(explode)
     assert engine.generate(["abc"], GREEDY)
-
-
-def test_closing_leaves_no_process(tiny: Path) -> None:
-    engine = EngineProcess(model=str(tiny))
-    group = engine.process.pid
-    assert group is not None and len(process_group(group)) > 1
-    engine.close()
-    assert engine.leftovers == []
-    assert process_group(group) == []

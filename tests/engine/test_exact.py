@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from examples.server import process_group
 from tests.engines import SHARED, EnginePool, EngineProcess, Output
 from tests.scripted import Script, scripted, write_scripts
 
@@ -270,6 +271,9 @@ def test_smollm2_in_bfloat16(smollm2: Path) -> None:
     with EngineProcess(model=str(smollm2), pipeline_parallel_size=2, speculative_config={"method": "spd"}) as engine:
         spd = engine.generate(QUESTIONS, params)
         assert engine.metrics()[ACCEPTED] > 0
+        group = engine.process.pid
+        assert group is not None and len(process_group(group)) > 3
+    assert engine.leftovers == process_group(group) == []  # closing it leaves no process
     for expected, actual in zip(plain, spd, strict=True):
         check_up_to_near_ties(expected, actual)
 

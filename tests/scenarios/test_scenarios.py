@@ -226,6 +226,7 @@ def test_a_killed_worker_ends_the_engine(tiny: Path, tmp_path: Path) -> None:
     assert process_group(group) == []
 
 
+@pytest.mark.slow
 def test_two_engines_in_one_process(roomy: Stage, tiny: Path) -> None:
     """Also what is left to the second start after the end of an engine: nothing."""
     case = Case(prompt_of(12, 91), GREEDY)
