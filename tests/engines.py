@@ -18,7 +18,7 @@ from typing import Any
 
 from examples.server import kill_group, process_group
 
-__all__ = ["DEFAULTS", "INSIDE", "SHARED", "EngineError", "EnginePool", "EngineProcess", "Output"]
+__all__ = ["DEFAULTS", "INSIDE", "PLAIN", "SHARED", "EngineError", "EnginePool", "EngineProcess", "Output"]
 
 Prompt = str | Sequence[int]
 Params = Mapping[str, Any]
@@ -40,6 +40,8 @@ SHARED: dict[str, Any] = {
     "max_lora_rank": 8,
 }
 """Options of the engines that most tests share: exact, and with what some scenario needs switched on."""
+PLAIN: dict[str, Any] = {**SHARED, "worker_cls": "tests.quiet.QuietWorker"}
+"""The engine without SPD that the others are compared with."""
 INSIDE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Environment of engines whose scheduler and workers can be looked into; it also saves the start of a process."""
 

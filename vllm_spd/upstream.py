@@ -29,6 +29,7 @@ class Symbol:
         parameters: names of parameters that SPD passes or overrides.
         attributes: instance attributes that its class must assign or annotate (looked for in the class's source).
         since: first vLLM version known to have it in this form.
+        only: where it is needed, if not everywhere: `cpu`, `ray`, `checkpoint` (drafters with weights) or `synth`.
     """
 
     path: str
@@ -36,6 +37,7 @@ class Symbol:
     parameters: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
     since: str = "0.32"
+    only: str = ""
 
     def problem(self) -> str | None:
         """What is wrong with the installed vLLM's form of the symbol; None if nothing is."""
@@ -44,7 +46,7 @@ class Symbol:
             found: Any = importlib.import_module(module)
             for name in filter(None, names.split(".")):
                 found = getattr(found, name)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, NameError) as error:  # NameError: vLLM's Ray modules without Ray
             return f"{self.path} is missing ({error})"
         if self.parameters:
             lost = set(self.parameters) - set(inspect.signature(found).parameters)
@@ -231,6 +233,85 @@ SYMBOLS = (
         "tokens of a request",
         ("output_token_ids", "num_computed_tokens", "prompt_token_ids", "sampling_params"),
     ),
+    Symbol("vllm.config:VllmConfig", "carries SPD's settings in additional_config"),
+    Symbol("vllm.config:set_current_vllm_config", "builds the drafter without quantisation", only="checkpoint"),
+    Symbol("vllm.logger:init_logger", "logs as vLLM does"),
+    Symbol("vllm.platforms:current_platform.is_cpu", "tells which worker to use"),
+    Symbol("vllm.utils.import_utils:resolve_obj_by_qualname", "loads the executor class", ("qualname",)),
+    Symbol(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        "one step; SPD's plan rides on it",
+        (
+            "finished_req_ids",
+            "num_scheduled_tokens",
+            "preempted_req_ids",
+            "scheduled_cached_reqs",
+            "scheduled_spec_decode_tokens",
+            "total_num_scheduled_tokens",
+        ),
+    ),
+    Symbol("vllm.v1.metrics.stats:SchedulerStats", "what the scheduler reports"),
+    Symbol("vllm.v1.outputs:ModelRunnerOutput", "a step's result"),
+    Symbol("vllm.v1.outputs:SamplerOutput", "sampled tokens"),
+    Symbol("vllm.v1.engine:EngineCoreOutputs", "what the scheduler delivers"),
+    Symbol("vllm.distributed.parallel_state:get_pp_group", "tells first and last rank"),
+    Symbol(
+        "vllm.distributed.parallel_state:GroupCoordinator",
+        "its blocking receive is put off until the step's inputs are prepared",
+        attributes=("irecv_tensor_dict", "use_cpu_custom_send_recv"),
+        only="cpu",
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu_worker:AsyncIntermediateTensors",
+        "waits for what the stage before sends when it is first looked at",
+        ("tensors", "comm_handles", "comm_postprocess"),
+        only="cpu",
+    ),
+    Symbol("vllm.v1.worker.cpu_worker:CPUWorker", "base of the SPD worker on CPUs", only="cpu"),
+    Symbol("vllm.v1.executor.ray_executor_v2:RayExecutorV2", "base of SPD's executor over Ray", only="ray"),
+    Symbol(
+        "vllm.distributed.device_communicators.shm_broadcast:MessageQueue",
+        "made to sleep where no core is spare for spinning",
+        attributes=("_spin_condition",),
+    ),
+    Symbol(
+        "vllm.forward_context:set_forward_context",
+        "runs the drafter's attention outside the target's forward pass",
+        ("attn_metadata", "vllm_config", "num_tokens", "slot_mapping"),
+    ),
+    Symbol(
+        "vllm.v1.attention.backend:CommonAttentionMetadata",
+        "describes the drafter's rows",
+        (
+            "block_table_tensor",
+            "causal",
+            "max_query_len",
+            "max_seq_len",
+            "num_actual_tokens",
+            "num_reqs",
+            "positions",
+            "query_start_loc",
+            "query_start_loc_cpu",
+            "seq_lens",
+            "slot_mapping",
+        ),
+    ),
+    *(
+        Symbol(f"vllm.model_executor.{path}", why, only="checkpoint")
+        for path, why in (
+            ("layers.vocab_parallel_embedding:VocabParallelEmbedding", "the target's embedding: anchor 0, tied heads"),
+            ("layers.vocab_parallel_embedding:ParallelLMHead", "is no embedding, though it is a subclass"),
+            ("layers.layernorm:RMSNorm", "the drafter's final norm"),
+            ("layers.linear:ReplicatedLinear", "the drafter's projections and head"),
+            ("model_loader.utils:process_weights_after_loading", "packs the drafter's weights as the target's"),
+            ("model_loader.weight_utils:default_weight_loader", "loads weights that no layer shards"),
+            ("models.llama:LlamaDecoderLayer", "layer of drafters of this family"),
+            ("models.qwen2:Qwen2DecoderLayer", "layer of drafters of this family"),
+            ("models.qwen3:Qwen3DecoderLayer", "layer of drafters of this family"),
+        )
+    ),
+    Symbol("vllm:LLM.generate", "writes the text that a drafter is trained on", only="synth"),
+    Symbol("vllm:SamplingParams", "writes the text that a drafter is trained on", only="synth"),
 )
 
 
@@ -247,7 +328,7 @@ def missing(symbols: Iterable[Symbol] = SYMBOLS) -> list[str]:
 
 
 def check() -> None:
-    """Refuse to run on a vLLM that SPD does not fit. Called only when SPD is chosen.
+    """Refuse to run on a vLLM that SPD does not fit. Called only when SPD is chosen; skips what it may not need.
 
     Raises:
         SPDConfigError: unsupported version, or a symbol that is missing or has changed.
@@ -256,7 +337,7 @@ def check() -> None:
 
     if problem := version_problem(vllm.__version__):
         raise SPDConfigError(problem)
-    if problems := missing():
+    if problems := missing(symbol for symbol in SYMBOLS if not symbol.only):
         raise SPDConfigError(f"This vLLM does not fit SPD: {'; '.join(problems)}.")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from examples.server import process_group
-from tests.engines import SHARED, EnginePool, EngineProcess, Output
+from tests.engines import PLAIN, SHARED, EnginePool, EngineProcess, Output
 from tests.scripted import Script, scripted, write_scripts
 
 STAGES = (2, 4)
@@ -87,7 +87,7 @@ def check_logprobs(one: Output, other: Output) -> None:
 
 @pytest.fixture(scope="module")
 def plain(engines: EnginePool, tiny: Path) -> EngineProcess:
-    return engines.get(model=str(tiny), **SHARED)
+    return engines.get(model=str(tiny), **PLAIN)
 
 
 @pytest.fixture(scope="module", params=STAGES, ids=lambda stages: f"{stages} stages")

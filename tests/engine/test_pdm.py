@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tests.engines import INSIDE, SHARED, EnginePool, EngineProcess
+from tests.engines import INSIDE, PLAIN, EnginePool, EngineProcess
 from tests.recording import Recorded, read_records, recording
 from tests.scripted import write_answers
 from vllm_spd.models.checkpoint import expected_shapes, write_checkpoint
@@ -82,7 +82,7 @@ def test_every_pass_equals_the_twin(
     """
     draw = random.Random(7)
     prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in (1, 2, 9, 40, 150)]
-    plain = engines.get(model=str(tiny), **SHARED).generate(prompts, GREEDY)
+    plain = engines.get(model=str(tiny), **PLAIN).generate(prompts, GREEDY)
     script = write_answers(tmp_path / "script.json", plain, acceptance=0.67)
     options = recording(tmp_path / "records.pt", script)
     options["env"] |= INSIDE

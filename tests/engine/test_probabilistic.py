@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.chisquare import excess
-from tests.engines import SHARED, EnginePool, EngineProcess
+from tests.engines import PLAIN, EnginePool, EngineProcess
 from tests.heads import copied_head
 from vllm_spd.training.target import Target
 
@@ -70,7 +70,7 @@ def test_greedy_and_seeded_requests_keep_their_text(
     params: list[Mapping[str, Any]] = [{"temperature": 0}, {"seed": 3}, {"temperature": 1.0}] * 4
     params = [{**one, "max_tokens": 20, "ignore_eos": True} for one in params]
     prompts = [[*PROMPT, index] for index in range(len(params))]
-    expected = engines.get(model=str(tiny), **SHARED).generate(prompts, params)
+    expected = engines.get(model=str(tiny), **PLAIN).generate(prompts, params)
     actual = probabilistic.generate(prompts, params)
     for index, (left, right) in enumerate(zip(expected, actual, strict=True)):
         assert len(right.token_ids) == 20

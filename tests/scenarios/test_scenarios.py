@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from examples.server import process_group
-from tests.engines import DEFAULTS, INSIDE, SHARED, EngineError, EnginePool, EngineProcess
+from tests.engines import DEFAULTS, INSIDE, PLAIN, SHARED, EngineError, EnginePool, EngineProcess
 from tests.heads import copied_head
 from tests.models import tiny_adapter
 from tests.scenarios.playing import Answer, check_same, leftovers, play, play_with_aborts
@@ -82,7 +82,7 @@ def stage_of(
     adapters = tuple(str(tiny_adapter(folder / f"adapter-{seed}", tiny, seed)) for seed in (1, 2))
 
     def build(stages: int, keys: dict[str, Any] | None = None, **options: Any) -> Stage:
-        plain = engines.get(model=str(tiny), **SHARED)
+        plain = engines.get(model=str(tiny), **PLAIN)
         config = {"pipeline_parallel_size": stages, "speculative_config": {**scripted(script), **(keys or {})}}
         return Stage(plain, engines.get(model=str(tiny), **SHARED, **config, **options), script, adapters)
 

@@ -105,7 +105,7 @@ def test_without_spd_nothing_changes(tiny: Path) -> None:
 
 def test_an_untested_version_only_matters_with_spd(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "9.9.9")
-    monkeypatch.setattr("vllm_spd.upstream.missing", lambda: ["everything is missing"])
+    monkeypatch.setattr("vllm_spd.upstream.missing", lambda symbols: ["everything is missing"])
     assert arguments(tiny).create_engine_config().speculative_config is None
     with pytest.raises(SPDConfigError, match=r"works with vLLM 0\.32"):
         spd_config(tiny)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm
 
+import vllm_spd
 from vllm_spd import upstream
 from vllm_spd.config import SPDConfigError
 from vllm_spd.upstream import SUPPORTED_VERSIONS, SYMBOLS, Symbol, missing, version_problem
@@ -14,9 +17,21 @@ from vllm_spd.upstream import SUPPORTED_VERSIONS, SYMBOLS, Symbol, missing, vers
 
 @pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.path.partition(":")[2])
 def test_the_installed_vllm_has(symbol: Symbol) -> None:
+    if symbol.only == "ray":
+        pytest.importorskip("ray")
     assert symbol.problem() is None
     assert symbol.why and not symbol.why.endswith(".")
     assert symbol.since in SUPPORTED_VERSIONS
+
+
+def test_every_import_from_vllm_has_its_row() -> None:
+    """Fails when a module imports something that no row explains (tried)."""
+    rows = [symbol.path for symbol in SYMBOLS]
+    for file in Path(vllm_spd.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                for path in (f"{node.module}:{name.name}" for name in node.names):
+                    assert any(row == path or row.startswith(f"{path}.") for row in rows), f"{path} in {file.name}"
 
 
 class Thing:
@@ -64,7 +79,7 @@ def test_the_check_passes_here() -> None:
 
 
 def test_the_check_names_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "missing", lambda: ["a:b is missing", "c:d has lost its parameter e"])
+    monkeypatch.setattr(upstream, "missing", lambda symbols: ["a:b is missing", "c:d has lost its parameter e"])
     with pytest.raises(SPDConfigError, match="does not fit SPD: a:b is missing; c:d has lost its parameter e"):
         upstream.check()
 

@@ -21,13 +21,17 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_spd.upstream import SYMBOLS, version_problem
 
-    found = [version_problem(vllm.__version__), *(symbol.problem() for symbol in SYMBOLS)]
-    problems = [problem for problem in found if problem is not None]
-    if args.all:
-        lines = (f"{symbol.path}  since {symbol.since}: {symbol.why}\n" for symbol in SYMBOLS)
-        sys.stdout.writelines(lines)
-    for problem in problems:
-        sys.stdout.write(f"{problem}\n")
+    problems = [problem] if (problem := version_problem(vllm.__version__)) else []
+    for symbol in SYMBOLS:
+        if args.all:
+            sys.stdout.write(f"{symbol.path}  since {symbol.since}: {symbol.why}\n")
+        if (problem := symbol.problem()) is None:
+            continue
+        if symbol.only:
+            sys.stdout.write(f"{problem}; needed for {symbol.only} only\n")
+        else:
+            problems.append(problem)
+    sys.stdout.writelines(f"{problem}\n" for problem in problems)
     verdict = "does not fit SPD" if problems else "fits SPD"
     sys.stdout.write(f"vLLM {vllm.__version__} {verdict}: {len(SYMBOLS)} symbols checked, {len(problems)} problems.\n")
     return 1 if problems else 0

@@ -14,7 +14,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_spd.config import SPDConfig
 from vllm_spd.control.cores import omp_threads_bind, spare_cores
-from vllm_spd.waiting import sleep_while_waiting
+from vllm_spd.waiting import spin_at_most
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +38,7 @@ class FirstRankDrafts(MultiprocExecutor):
         super()._init_executor()
         if current_platform.is_cpu() and not spare_cores(self.local_world_size, len(os.sched_getaffinity(0))):
             for queue in self.response_mqs:
-                sleep_while_waiting(queue)
+                spin_at_most(queue, 0.0)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Start a step. The future holds the first rank's answer: drafts, or an empty output for an empty step."""
