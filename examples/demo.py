@@ -13,13 +13,12 @@ from pathlib import Path
 
 from openai import OpenAI
 from server import Server, ServerError
-from smollm2 import prepare
+from smollm2 import HEAD, prepare
 
 STAGES = 2
 QUESTION = "How does a pipeline in a processor work?"
 MAX_TOKENS = 200
 ROUNDS = 3  # the speed is the median of these
-HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct-2stage"
 ENGINE = ("--enforce-eager", "--max-model-len", "2048", "--kv-cache-memory-bytes", "512M")
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"

