@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["StageCosts", "describe", "layer_parameters", "split_layers", "target_costs"]
+__all__ = ["StageCosts", "describe", "drafter_parameters", "layer_parameters", "split_layers", "target_costs"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,20 @@ def layer_parameters(text_config: Any) -> int:
 
 LAYER_LAUNCHES = 4_000_000
 """A layer's launches, in parameters read: half of the 0.5 ms that a layer of SmolLM2-135M takes on CPU."""
+
+
+def drafter_parameters(text_config: Any, num_layers: int, draft_vocab: int, num_anchors: int) -> int:
+    """What a drafter reads per cycle, its layers' launches included.
+
+    Args:
+        text_config: Hugging Face config of the target's language model.
+        num_layers: decoder layers of the drafter.
+        draft_vocab: tokens that its head covers.
+        num_anchors: anchors that its longest row fuses; the shorter rows together read about as much.
+    """
+    width = text_config.hidden_size
+    layers = num_layers * (layer_parameters(text_config) + LAYER_LAUNCHES)
+    return layers + draft_vocab * width + 2 * num_anchors * width * width
 
 
 def target_costs(text_config: Any, drafter_parameters: int = 0) -> StageCosts:

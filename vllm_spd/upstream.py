@@ -170,8 +170,8 @@ SYMBOLS = (
     ),
     Symbol(
         "vllm.distributed.device_communicators.shm_broadcast:SpinCondition",
-        "made to sleep where no core is spare for spinning",
-        attributes=("busy_loop_s",),
+        "made to sleep early, and to look again soon, where no core is spare for spinning",
+        attributes=("busy_loop_s", "last_read", "timeout_ms"),
     ),
     Symbol(
         "vllm.v1.worker.gpu_worker:Worker",

@@ -1,13 +1,17 @@
-"""How long a process spins before it sleeps while its message queue is empty.
+"""How a process waits while its message queue is empty.
 
-vLLM's queues spin for a second. Where ranks leave no core to spare, a spinning reader takes a core from the rank that
-computes there; a notification wakes a sleeping one within some 50 microseconds. And an engine that has just answered
-takes a second of every core from whatever else runs on the machine.
+vLLM's queues spin for a second before they sleep. Where ranks leave no core to spare, a spinning reader takes a core
+from the rank that computes there, and an engine that has just answered takes a second of every core from whatever else
+runs on the machine. A notification wakes a sleeping reader within some 50 microseconds, but now and then one gets lost,
+and vLLM looks again only after 5 seconds. Queues that sleep early therefore look again early.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
@@ -16,11 +20,17 @@ __all__ = ["SPIN_S", "spin_at_most", "spin_at_most_in_this_process"]
 
 SPIN_S = 0.05
 """Longer than what lies between two steps of a busy engine."""
+BUSY_S = 1.0
+"""An engine counts as busy for so long after its last message."""
+RECHECK_BUSY_MS, RECHECK_IDLE_MS = 5, 100
+"""How long a sleeping reader trusts that it will be notified."""
 
 
 def spin_at_most(queue: MessageQueue, seconds: float) -> None:
     """Shorten the spinning of one existing queue."""
-    queue._spin_condition.busy_loop_s = min(queue._spin_condition.busy_loop_s, seconds)
+    condition = queue._spin_condition
+    condition.busy_loop_s = min(condition.busy_loop_s, seconds)
+    condition.wait = MethodType(_look_again(SpinCondition.wait), condition)
 
 
 def spin_at_most_in_this_process(seconds: float) -> None:
@@ -36,3 +46,14 @@ def spin_at_most_in_this_process(seconds: float) -> None:
 
     init._spd = True  # type: ignore[attr-defined]
     SpinCondition.__init__ = init
+    SpinCondition.wait = _look_again(SpinCondition.wait)
+
+
+def _look_again(wait: Callable[..., None]) -> Callable[..., None]:
+    @wraps(wait)
+    def bounded(self: SpinCondition, timeout_ms: int | None = None) -> None:
+        busy = time.monotonic() - self.last_read < BUSY_S
+        most = RECHECK_BUSY_MS if busy else RECHECK_IDLE_MS
+        wait(self, most if timeout_ms is None else min(timeout_ms, most))
+
+    return bounded

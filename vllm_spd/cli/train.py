@@ -26,7 +26,7 @@ def add_what(group: argparse._ArgumentGroup) -> None:
         "--stages",
         type=numbers,
         default=(2,),
-        help="number of pipeline stages, or layers of each stage: 18,12 (default: 2 equal ones)",
+        help="number of pipeline stages, or layers of each stage: 18,12 (default: 2 that take the same time)",
     )
     group.add_argument("--target-name", help="name of the target to write into the checkpoint (default: --target)")
     group.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if there is one)")

@@ -2,17 +2,20 @@
 
 A folder named by the hash of (target weights, samples, hidden layers) holds one bfloat16 file [tokens, H] per hidden
 layer, the target's argmax and logsumexp per assistant row, and `progress.json`, so that an interrupted build goes on
-where it was.
+where it was. `progress.json` also holds the CRC-32 of every file, and whatever is read or continued is checked by it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import io
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -71,13 +74,14 @@ class FeatureCache:
         layers = sorted(set(layers))
         folder = root / cache_key(target, samples, layers)
         width = target.config.hidden_size
-        done = read_progress(folder)
+        done, checksums = read_progress(folder)
+        check_files(folder, checksums, sizes_of(samples[:done], layers, width))
         if done < len(samples):
             check_space(root, folder, samples, len(layers), width)
             folder.mkdir(parents=True, exist_ok=True)
             logger.info("Filling %s from sample %d of %d.", folder, done, len(samples))
             try:
-                fill(folder, target, samples, layers, done)
+                fill(folder, target, samples, layers, done, checksums)
             except OSError as error:
                 raise disk_error(error, folder) from error
         return cls(folder, samples, layers, width)
@@ -85,7 +89,7 @@ class FeatureCache:
 
 def cache_key(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> str:
     """Name of the cache folder: changes with the target's weights, the samples and the layers."""
-    digest = hashlib.sha256(f"1 {target.fingerprint()} {list(layers)} {len(samples)}".encode())
+    digest = hashlib.sha256(f"2 {target.fingerprint()} {list(layers)} {len(samples)}".encode())
     for sample in samples:
         digest.update(np.int64(len(sample.input_ids)).tobytes())
         digest.update(sample.input_ids.tobytes())
@@ -93,24 +97,42 @@ def cache_key(target: Target, samples: Sequence[Sample], layers: Sequence[int]) 
     return digest.hexdigest()[:16]
 
 
-def fill(folder: Path, target: Target, samples: Sequence[Sample], layers: Sequence[int], done: int) -> None:
-    names = [layer_file(layer) for layer in layers] + ["top1.bin", "logsumexp.bin"]
+def sizes_of(samples: Sequence[Sample], layers: Sequence[int], width: int) -> dict[str, int]:
+    """Bytes of each file of a cache that holds these samples."""
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    rows = sum(int(sample.loss.sum()) for sample in samples)
+    return {
+        **{layer_file(layer): tokens * width * 2 for layer in layers},
+        "top1.bin": rows * 4,
+        "logsumexp.bin": rows * 4,
+    }
+
+
+def fill(
+    folder: Path,
+    target: Target,
+    samples: Sequence[Sample],
+    layers: Sequence[int],
+    done: int,
+    checksums: dict[str, int],
+) -> None:
     tokens = sum(len(sample.input_ids) for sample in samples[:done])
-    rows = sum(int(sample.loss.sum()) for sample in samples[:done])
-    offsets = [tokens * target.config.hidden_size * 2] * len(layers) + [rows * 4] * 2
-    files = [open_at(folder / name, offset) for name, offset in zip(names, offsets, strict=True)]
+    offsets = sizes_of(samples[:done], layers, target.config.hidden_size)
+    files = {name: open_at(folder / name, offset) for name, offset in offsets.items()}
     try:
         with tqdm(total=sum(len(sample.input_ids) for sample in samples), initial=tokens, unit="tok") as bar:
             for batch in batches(samples, done):
                 outputs = compute(target, batch, layers)
-                for file, values in zip(files, outputs, strict=True):
-                    file.write(values.tobytes())
+                for (name, file), values in zip(files.items(), outputs, strict=True):
+                    content = values.tobytes()
+                    file.write(content)
                     file.flush()
+                    checksums[name] = zlib.crc32(content, checksums.get(name, 0))
                 done += len(batch)
-                write_progress(folder, done)
+                write_progress(folder, done, checksums)
                 bar.update(sum(len(sample.input_ids) for sample in batch))
     finally:
-        for file in files:
+        for file in files.values():
             file.close()
 
 
@@ -167,14 +189,29 @@ def open_at(path: Path, offset: int) -> BinaryIO:
     return file
 
 
-def read_progress(folder: Path) -> int:
+def check_files(folder: Path, checksums: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+    """Raises ValueError when the first `sizes` bytes of a file are not those that were written."""
+    for name, checksum in checksums.items():
+        path, left, found = folder / name, sizes[name], 0
+        with path.open("rb") if path.exists() else contextlib.nullcontext(io.BytesIO()) as file:
+            while left and (block := file.read(min(left, 1 << 24))):
+                left, found = left - len(block), zlib.crc32(block, found)
+        if left or found != checksum:
+            raise ValueError(f"{path} is not what was written: delete {folder} to compute it again.")
+
+
+def read_progress(folder: Path) -> tuple[int, dict[str, int]]:
+    """Samples that are done, and the checksum of each file up to there."""
     path = folder / "progress.json"
-    return int(json.loads(path.read_text())["samples"]) if path.exists() else 0
+    if not path.exists():
+        return 0, {}
+    content = json.loads(path.read_text())
+    return int(content["samples"]), dict(content["crc32"])
 
 
-def write_progress(folder: Path, done: int) -> None:
+def write_progress(folder: Path, done: int, checksums: Mapping[str, int]) -> None:
     fresh = folder / "progress.json.new"
-    fresh.write_text(json.dumps({"samples": done}))
+    fresh.write_text(json.dumps({"samples": done, "crc32": checksums}))
     fresh.replace(folder / "progress.json")
 
 

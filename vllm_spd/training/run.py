@@ -17,7 +17,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from vllm_spd.models.checkpoint import read_checkpoint
-from vllm_spd.models.rows import balanced_stages, default_anchors
+from vllm_spd.models.rows import default_anchors
+from vllm_spd.plan import describe, drafter_parameters, split_layers, target_costs
 from vllm_spd.training.cache import FeatureCache
 from vllm_spd.training.data import Sample, read_samples
 from vllm_spd.training.features import SampleDataset, collate
@@ -40,7 +41,7 @@ class TrainOptions:
     data: tuple[str, ...]
     out: str
     stages: tuple[int, ...] = (2,)
-    """One number: that many stages, as equal as possible. Several: the layers of each stage."""
+    """One number: that many stages of equal time. Several: the layers of each stage."""
     kind: str = "pdm"
     num_layers: int = 1
     anchors: tuple[int, ...] | None = None
@@ -141,12 +142,21 @@ def device_of(options: TrainOptions) -> str:
 
 def plan_layers(options: TrainOptions, target: Target) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(layers per stage, anchors). Raises ValueError when they do not fit the target."""
-    stages = options.stages
-    stage_layers = balanced_stages(target.num_layers, stages[0]) if len(stages) == 1 else stages
+    stage_layers = options.stages if len(options.stages) > 1 else balanced(options, target)
     check_layers(target, stage_layers)
     if options.kind == "early_exit":
         return stage_layers, tuple(sorted({0, stage_layers[0]}))
     return stage_layers, options.anchors or default_anchors(target.num_layers, len(stage_layers))
+
+
+def balanced(options: TrainOptions, target: Target) -> tuple[int, ...]:
+    """Stages that take the same time when the first one drafts and the last one computes the LM head."""
+    anchors = len(options.anchors) if options.anchors else 4
+    drafter = drafter_parameters(target.config, options.num_layers, options.draft_vocab, anchors)
+    costs = target_costs(target.config, drafter)
+    stage_layers = split_layers(target.num_layers, options.stages[0], costs)
+    logger.info("%s.", describe(stage_layers, costs))
+    return stage_layers
 
 
 def split(samples: Sequence[Sample], share: float) -> tuple[list[int], list[int]]:

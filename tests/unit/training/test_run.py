@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,27 @@ def test_start_from_another_drafter(options: TrainOptions, tmp_path: Path) -> No
 def test_options_that_do_not_fit_are_refused(change: dict, word: str, options: TrainOptions) -> None:
     with pytest.raises(ValueError, match=word):
         train(replace(options, **change))
+
+
+@pytest.mark.parametrize(("num_layers", "stages"), [(1, [3, 5]), (3, [2, 6])])
+def test_stages_by_number_take_the_same_time(num_layers: int, stages: list[int], options: TrainOptions) -> None:
+    """The tiny target's head costs next to nothing, so the first stage gives away what the drafter takes."""
+    options = replace(options, stages=(2,), anchors=None, num_layers=num_layers, max_steps=1)
+    assert train(options)["stage_layers"] == stages
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_drafter(tiny: Path, on_policy: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    command += [str(Path(sys.executable).parent / "vllm-spd"), "train", "--target", str(tiny), "--data", str(on_policy)]
+    command += ["--stages", "7,1", "--anchors", "0,7,8", "--draft-vocab", "512", "--held-out", "0.2", "--fp32"]
+    command += ["--cache", str(tmp_path / "cache"), "--max-steps", "30", "--lr", "2e-3", "--projection-lr", "2e-3"]
+    command += ["--out", str(tmp_path / "head"), "--device", "auto"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("held-out acceptance") == 1
+    summary = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert summary["steps"] == 30 and summary["held_out"]["eval_acceptance"] > 15 * CHANCE
 
 
 def test_batches_hold_similar_lengths_and_every_sample_once() -> None:

@@ -93,11 +93,22 @@ def test_too_little_space_is_noticed_before_the_work(
         FeatureCache.build(tmp_path, target, samples[:2], LAYERS)
 
 
-def test_damaged_files_are_noticed(target: Target, samples: list[Sample], tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 3], ids=["whole", "to be continued"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_damaged_files_are_noticed(
+    damage: str, count: int, target: Target, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "cache_key", lambda *args: "key")
     FeatureCache.build(tmp_path, target, samples[:2], LAYERS)
-    next(tmp_path.rglob("hidden_008.bin")).write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"hidden_008\.bin does not have"):
-        FeatureCache.build(tmp_path, target, samples[:2], LAYERS)
+    file = next(tmp_path.rglob("hidden_008.bin"))
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(content[:-1] if damage == "cut" else content)
+    with pytest.raises(ValueError, match=r"hidden_008\.bin is not what was written: delete"):
+        FeatureCache.build(tmp_path, target, samples[:count], LAYERS)
 
 
 def test_the_key_follows_weights_samples_and_layers(target: Target, samples: list[Sample]) -> None:
