@@ -1,14 +1,14 @@
 """Render docs/compatibility.md from the scenario lists and the JUnit report of a test run.
 
 python -m pytest tests/scenarios tests/unit/test_config.py -m "slow or not slow" --junit-xml=report.xml
-python scripts/compatibility.py report.xml
+python scripts/compatibility.py report.xml [report-of-a-later-run.xml ...]
 """
 
 from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -96,10 +96,12 @@ def rows(found: Mapping[str, set[str]]) -> Iterator[tuple[str, str, str]]:
         yield feature, "refused" if outcome == "works" else outcome, function
 
 
-def main(report: Path) -> None:
-    lines = (f"| {feature} | {result} | `{test}` |\n" for feature, result, test in rows(results(report)))
+def main(reports: Sequence[Path]) -> None:
+    """Of a test that stands in several reports, the last one counts."""
+    found = {name: kinds for report in reports for name, kinds in results(report).items()}
+    lines = (f"| {feature} | {result} | `{test}` |\n" for feature, result, test in rows(found))
     (ROOT / "docs" / "compatibility.md").write_text(HEAD + "".join(lines))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([Path(argument) for argument in sys.argv[1:]])

@@ -181,6 +181,8 @@ SYMBOLS = (
     Symbol("vllm.v1.worker.gpu_worker:Worker.init_device", "constructs the runner that SPD adopts"),
     Symbol("vllm.v1.worker.gpu_worker:Worker.execute_model", "runs a stage", ("scheduler_output",)),
     Symbol("vllm.v1.worker.gpu_worker:Worker.sample_tokens", "samples on the last rank", ("grammar_output",)),
+    Symbol(f"{_RUNNER}.execute_model", "a stage without layers has no residual to send", ("scheduler_output",)),
+    Symbol("vllm.sequence:IntermediateTensors", "what a stage sends to the next one", attributes=("tensors",)),
     Symbol(f"{_RUNNER}._update_states", "void drafts are forgotten before it", ("scheduler_output",)),
     Symbol(f"{_RUNNER}._prepare_inputs", "stale rows are marked after it"),
     Symbol(f"{_RUNNER}._sample", "seeded generators are set before it"),

@@ -63,6 +63,7 @@ HEADS = (
     Head("two stages, two layers", (5, 3), (0, 3, 5, 8), num_layers=2),
     Head("four stages, the authors' schedule", (2, 2, 2, 2), (0, 2, 5, 7), depth_schedule="paper"),
     Head("a stage without anchors", (3, 2, 3), (0, 3, 8), slow=True),
+    Head("a first rank that only drafts", (0, 4, 4), (0, 4, 8), slow=True),
     Head("early exit", (5, 3), (0, 5), kind="early_exit", slow=True),
 )
 

@@ -74,14 +74,17 @@ def add_schedule(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import fields
 
+    from accelerate import PartialState
+
     from vllm_spd.training.run import TrainOptions, train
 
     values = {field.name: getattr(args, field.name) for field in fields(TrainOptions)}
     values["data"] = tuple(values["data"])
     summary = train(TrainOptions(**values))
     held_out = summary["held_out"]
-    say(
-        f"{args.out}: held-out acceptance {held_out['eval_acceptance']:.3f} at T=0, "
-        f"{held_out['eval_acceptance_t1']:.3f} at T=1 after {summary['steps']} steps."
-    )
+    if PartialState().is_main_process:
+        say(
+            f"{args.out}: held-out acceptance {held_out['eval_acceptance']:.3f} at T=0, "
+            f"{held_out['eval_acceptance_t1']:.3f} at T=1 after {summary['steps']} steps."
+        )
     return 0

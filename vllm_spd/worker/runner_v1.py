@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import set_forward_context
+from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -40,7 +41,7 @@ def adopt(runner: GPUModelRunner, spd: SPDConfig) -> None:
 
 
 class PipelineGaps(GPUModelRunner):
-    """What plain vLLM lacks to run pipeline stages eagerly on CPU."""
+    """What plain vLLM lacks to run pipeline stages eagerly on CPU, and a first stage without layers anywhere."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the receive buffers of later ranks, which vLLM leaves to a dummy run that eager CPU mode skips."""
@@ -49,6 +50,13 @@ class PipelineGaps(GPUModelRunner):
             self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
                 batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
             )
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Do not send the residual of a stage without layers: it is None. The next stage's buffer for it stays zero."""
+        output = super().execute_model(*args, **kwargs)
+        if isinstance(output, IntermediateTensors):
+            output.tensors = {name: tensor for name, tensor in output.tensors.items() if tensor is not None}
+        return output
 
 
 class SPDModelRunner(PipelineGaps):
