@@ -35,6 +35,7 @@ COMPARED = {
     "test_streamed": "HTTP: the same, streamed",
     "test_refused_alike": "HTTP: requests that vLLM refuses, with its status 400 or 404 and its sentence",
     "test_load_with_clients_that_hang_up": "HTTP: many clients, some of which hang up",
+    "test_memory_grows_no_faster_than_without_spd": "Memory under load",
 }
 ALONE = {
     "test_a_killed_worker_ends_the_engine": "A worker dies: the engine reports it and ends",

@@ -41,6 +41,12 @@ class Servers:
         self.script(answer.json())
         return drop_identity(answer.json())
 
+    def load_texts(self) -> dict[int, str]:
+        """The right text for each kind of request that `soak` sends."""
+        answers = [asyncio.run(ask_once(self.plain.url, Server.name, kind)) for kind in range(len(KINDS))]
+        self.script(*answers)
+        return {kind: answer["choices"][0]["text"] for kind, answer in enumerate(answers)}
+
     def script(self, *answers: Any) -> None:
         scripts = {}
         for answer in answers:
@@ -90,12 +96,9 @@ def test_refused_alike(servers: Servers, request_: Request) -> None:
     ("clients", "seconds"), [(16, 6), pytest.param(64, 180, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_load_with_clients_that_hang_up(servers: Servers, clients: int, seconds: float) -> None:
-    """Every text as plain vLLM's, nothing left running, no memory growing once the small KV cache has been filled."""
-    answers = [asyncio.run(ask_once(servers.plain.url, Server.name, kind)) for kind in range(len(KINDS))]
-    servers.script(*answers)
-    texts = {kind: answer["choices"][0]["text"] for kind, answer in enumerate(answers)}
-    asyncio.run(soak(servers.spd.url, Server.name, clients, seconds / 4, texts))
-    before, drafts = memory_of(servers.spd), servers.spd.counter(DRAFTS)
+    """Every text as plain vLLM's, and nothing left running."""
+    texts = servers.load_texts()
+    drafts = servers.spd.counter(DRAFTS)
     tally = asyncio.run(soak(servers.spd.url, Server.name, clients, seconds, texts))
     assert (tally.errors, tally.differing) == ([], 0)
     assert tally.finished and tally.hung_up and servers.spd.counter(DRAFTS) > drafts
@@ -103,16 +106,31 @@ def test_load_with_clients_that_hang_up(servers: Servers, clients: int, seconds:
     while servers.spd.counter("vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert servers.spd.counter("vllm:num_requests_running") == servers.spd.counter("vllm:kv_cache_usage_perc") == 0
-    assert memory_of(servers.spd) < 1.05 * before
+
+
+@pytest.mark.slow
+def test_memory_grows_no_faster_than_without_spd(servers: Servers) -> None:
+    """Plain vLLM 0.32 grows by some 100 kB per request on CPU. SPD has two workers where it has one."""
+    texts = servers.load_texts()
+    plain, spd = (growth_per_request(server, texts) for server in (servers.plain, servers.spd))
+    assert spd < 2 * plain + 20, (plain, spd)
+
+
+def growth_per_request(server: Server, texts: dict[int, str]) -> float:
+    """Memory in kB per answer, under the load of 64 clients for a minute, after a first quarter of a minute."""
+    asyncio.run(soak(server.url, Server.name, 64, 15, texts))
+    before = memory_of(server)
+    tally = asyncio.run(soak(server.url, Server.name, 64, 60, texts))
+    return (memory_of(server) - before) / (tally.finished + tally.hung_up)
 
 
 def memory_of(server: Server) -> int:
-    """Resident memory of all the server's processes, in kB."""
+    """Memory that all the server's processes have to themselves, in kB."""
     assert server.process is not None
     total = 0
     for pid in process_group(server.process.pid):
         status = Path(f"/proc/{pid}/status").read_text()
-        total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
     return total
 
 
