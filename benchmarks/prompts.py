@@ -64,12 +64,11 @@ def main() -> None:
     rows = list(table(answers))
     for row in rows:
         print_line([text_of(value) for value in asdict(row).values()], names)
-    cost = cost_of(answers["log"], 1e3 * sum(seconds for _, seconds in answers[SPD]))
+    cost = cost_of(answers["log"], next(row.tokens_per_s for row in rows if row.engine == SPD))
     print(cost)
     if options.json:
-        options.json.write_text(
-            json.dumps({"rows": [asdict(row) for row in rows], "cost": asdict(cost)}, indent=2) + "\n"
-        )
+        result = {"rows": [asdict(row) for row in rows], "cost": asdict(cost)}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def parse() -> argparse.Namespace:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_spd import upstream
 from vllm_spd.config import METHOD, SPDConfig, SPDConfigError, admit_args, admit_config
+from vllm_spd.logs import logger_of
 from vllm_spd.plan import describe, split_layers, target_costs
 
 if TYPE_CHECKING:
@@ -75,7 +76,6 @@ def _offer_spd(add_cli_args: Callable[..., argparse.ArgumentParser]) -> Callable
 def _place_layers(vllm_config: VllmConfig) -> None:
     """Settle how many target layers each stage holds: the user's word, else the checkpoint's, else a balanced split."""
     import vllm.envs as envs
-    from vllm.logger import init_logger
 
     spd = SPDConfig.from_vllm_config(vllm_config)
     stage_layers = spd.stage_layers
@@ -91,7 +91,7 @@ def _place_layers(vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
         costs = target_costs(model.hf_text_config)
         stage_layers = split_layers(model.get_total_num_hidden_layers(), spd.num_stages, costs)
-        init_logger(__name__).info("%s", describe(stage_layers, costs))
+        logger_of(__name__).info("%s", describe(stage_layers, costs))
     placed = replace(spd, stage_layers=stage_layers)
     vllm_config.additional_config.update(placed.to_additional_config())
 

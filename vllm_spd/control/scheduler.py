@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
@@ -15,6 +14,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm_spd.config import SPDConfig
 from vllm_spd.control.ledger import Ledger, Verdict
 from vllm_spd.control.stats import PipelineStats, to_vllm
+from vllm_spd.logs import logger_of
 from vllm_spd.messages import DraftReport, StepPlan
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SPDScheduler"]
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 LOG_INTERVAL_S = 10.0
 

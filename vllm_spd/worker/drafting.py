@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_spd.drafters.base import Drafter, Rows
+from vllm_spd.logs import logger_of
 from vllm_spd.messages import DraftReport, StepPlan
 from vllm_spd.worker.verify import sampled_drafts
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DraftOutlet", "Drafting"]
 
-logger = init_logger(__name__)
+logger = logger_of(__name__)
 
 
 class DraftOutlet:
