@@ -28,7 +28,7 @@ from vllm_spd.kernels import (
     norm_head_argmax,
     norm_head_argmax_reference,
 )
-from vllm_spd.models.rows import RowLayout, balanced_stages, default_anchors
+from vllm_spd.models.rows import RowLayout, default_anchors
 
 STAGES, LAYERS = 4, 32
 BLOCK_SIZE, POSITION = 16, 1000
@@ -87,7 +87,8 @@ class Cycle:
     """Inputs of one cycle of R requests, all n + 1 rows each, in bfloat16."""
 
     def __init__(self, requests: int, hidden: int, vocabulary: int) -> None:
-        self.layout = RowLayout(STAGES, balanced_stages(LAYERS, STAGES), default_anchors(LAYERS, STAGES))
+        stage_layers = (LAYERS // STAGES,) * STAGES
+        self.layout = RowLayout(STAGES, stage_layers, default_anchors(stage_layers))
         anchors, distances = len(self.layout.anchors), self.layout.distances
         self.types = _integers([self.layout.projection_index(distance) for distance in distances])
         self.num_rows = requests * len(distances)

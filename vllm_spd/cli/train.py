@@ -35,7 +35,9 @@ def add_what(group: argparse._ArgumentGroup) -> None:
 def add_drafter(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kind", choices=("pdm", "early_exit"), default="pdm")
     group.add_argument("--layers", type=int, default=1, dest="num_layers", help="decoder layers of the drafter")
-    group.add_argument("--anchors", type=numbers, help="hidden states it reads, 0,… (default: by stage length)")
+    group.add_argument(
+        "--anchors", type=numbers, help="hidden states it reads, 0,… (default: by the first stage's length)"
+    )
     group.add_argument("--depth-schedule", choices=("paper", "after_first_stage"), default="after_first_stage")
     group.add_argument("--head", choices=("own", "tied"), default="tied", help="tied: use the target's LM-head rows")
     group.add_argument("--draft-vocab", type=int, default=8192, help="tokens the drafter can propose")

@@ -7,10 +7,11 @@ depends on how many stages the token has finished, which follows from its distan
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-__all__ = ["DEPTH_SCHEDULES", "RowLayout", "balanced_stages", "default_anchors"]
+__all__ = ["DEPTH_SCHEDULES", "RowLayout", "default_anchors"]
 
 DEPTH_SCHEDULES = ("paper", "after_first_stage")
 
@@ -94,16 +95,11 @@ class RowLayout:
             raise ValueError(f"Anchor {self.anchors[-1]} lies beyond the target's last layer, {self.total_layers}.")
 
 
-def default_anchors(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The authors' default anchors for L layers and n equal stages: {0, l, 3l, 6l, L-1} with l = L/n, clamped to L."""
-    per_stage = num_layers // num_stages
-    wanted = (0, per_stage, 3 * per_stage, 6 * per_stage, num_layers - 1)
-    return tuple(sorted({min(layer, num_layers) for layer in wanted}))
+def default_anchors(stage_layers: Sequence[int]) -> tuple[int, ...]:
+    """The authors' default anchors {0, l, 3l, 6l, L-1}, clamped to L, where l is the length of the first stage.
 
-
-def balanced_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage as equal as possible, the first stages larger. Raises ValueError when a stage would be empty."""
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(f"{num_layers} layers cannot fill {num_stages} stages: use 1 to {num_layers} stages.")
-    share, rest = divmod(num_layers, num_stages)
-    return tuple(share + (stage < rest) for stage in range(num_stages))
+    The authors' stages are equal. With l = L/n instead, the boundary of a longer first stage would be no anchor, and
+    the newest row could not read what leaves it. A first stage without layers lends its place to the second one.
+    """
+    first, total = next(count for count in stage_layers if count), sum(stage_layers)
+    return tuple(sorted({min(layer, total) for layer in (0, first, 3 * first, 6 * first, total - 1)}))

@@ -146,7 +146,7 @@ def plan_layers(options: TrainOptions, target: Target) -> tuple[tuple[int, ...],
     check_layers(target, stage_layers)
     if options.kind == "early_exit":
         return stage_layers, tuple(sorted({0, stage_layers[0]}))
-    return stage_layers, options.anchors or default_anchors(target.num_layers, len(stage_layers))
+    return stage_layers, options.anchors or default_anchors(stage_layers)
 
 
 def balanced(options: TrainOptions, target: Target) -> tuple[int, ...]:

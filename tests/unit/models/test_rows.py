@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_spd.models.rows import RowLayout, balanced_stages, default_anchors
+from vllm_spd.models.rows import RowLayout, default_anchors
 
 FIRST, PAPER = "after_first_stage", "paper"
 
@@ -87,14 +87,15 @@ def test_distances_and_anchors_outside_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "anchors"),
-    [(32, 4, (0, 8, 24, 31, 32)), (32, 8, (0, 4, 12, 24, 31)), (30, 2, (0, 15, 29, 30)), (36, 4, (0, 9, 27, 35, 36))],
+    ("stage_layers", "anchors"),
+    [
+        ((8,) * 4, (0, 8, 24, 31, 32)),
+        ((4,) * 8, (0, 4, 12, 24, 31)),
+        ((15, 15), (0, 15, 29, 30)),
+        ((9,) * 4, (0, 9, 27, 35, 36)),
+        ((16, 14), (0, 16, 29, 30)),
+        ((0, 16, 14), (0, 16, 29, 30)),
+    ],
 )
-def test_default_anchors(layers: int, stages: int, anchors: tuple[int, ...]) -> None:
-    assert default_anchors(layers, stages) == anchors
-
-
-def test_balanced_stages() -> None:
-    assert balanced_stages(30, 4) == (8, 8, 7, 7)
-    with pytest.raises(ValueError, match="cannot fill"):
-        balanced_stages(2, 3)
+def test_default_anchors(stage_layers: tuple[int, ...], anchors: tuple[int, ...]) -> None:
+    assert default_anchors(stage_layers) == anchors
