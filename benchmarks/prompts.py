@@ -23,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.cycle import SETTLE_S, engine, print_line, text_of, timed_in_child
+from tests.engines import chats_in_child
 
 SPD = "SPD PP=2"
 PLAIN_PP = {"pipeline_parallel_size": 2, "worker_cls": "benchmarks.plain_pp.PlainPPWorker"}
@@ -103,19 +104,13 @@ def play(options: argparse.Namespace, prompts: Sequence[str]) -> dict[str, Any]:
     answers: dict[str, Any] = {name: [] for name in kinds}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(engine(options.model, **kind)) for name, kind in kinds.items()}
-        ids = engines[SPD].run(tokenized_in_child, list(prompts))
+        ids = engines[SPD].run(chats_in_child, list(prompts))
         for start in tqdm(range(0, len(ids), options.group), unit="group"):
             for name, each in engines.items():
                 time.sleep(SETTLE_S)
                 answers[name] += each.run(answers_in_child, ids[start : start + options.group], options.tokens)
         answers["log"] = engines[SPD].log.read_text(errors="replace")
     return answers
-
-
-def tokenized_in_child(llm: Any, prompts: list[str]) -> list[list[int]]:
-    tokenizer = llm.get_tokenizer()
-    chats = ([{"role": "user", "content": prompt}] for prompt in prompts)
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
 
 
 def answers_in_child(llm: Any, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], float]]:

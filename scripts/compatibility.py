@@ -35,7 +35,7 @@ COMPARED = {
     "test_streamed": "HTTP: the same, streamed",
     "test_refused_alike": "HTTP: requests that vLLM refuses, with its status 400 or 404 and its sentence",
     "test_load_with_clients_that_hang_up": "HTTP: many clients, some of which hang up",
-    "test_memory_grows_no_faster_than_without_spd": "Memory under load",
+    "test_memory_grows_no_faster_than_without_spd": "Memory under load: grows no faster than without SPD",
 }
 ALONE = {
     "test_a_killed_worker_ends_the_engine": "A worker dies: the engine reports it and ends",
@@ -56,8 +56,8 @@ HEAD = """# What works with SPD
 
 Made by `scripts/compatibility.py` from the lists in `tests/scenarios` and a run of them; a row says "not run" where
 that run has no result. "Works" means: the same answer as plain vLLM gives. "Refused" means: one sentence at the start,
-before any worker runs. There is no request that SPD refuses and plain vLLM takes. Not tested here, because vLLM's CPU
-build has none of it: sleep mode, tensor parallelism, CUDA graphs.
+before any worker runs. There is no request that SPD refuses and plain vLLM takes. Not tested: tensor parallelism, GPUs,
+and sleep mode, which vLLM's CPU build does not have.
 
 | Feature | Result | Test |
 |---|---|---|

@@ -18,7 +18,17 @@ from typing import Any
 
 from examples.server import kill_group, process_group
 
-__all__ = ["DEFAULTS", "INSIDE", "PLAIN", "SHARED", "EngineError", "EnginePool", "EngineProcess", "Output"]
+__all__ = [
+    "DEFAULTS",
+    "INSIDE",
+    "PLAIN",
+    "SHARED",
+    "EngineError",
+    "EnginePool",
+    "EngineProcess",
+    "Output",
+    "chats_in_child",
+]
 
 Prompt = str | Sequence[int]
 Params = Mapping[str, Any]
@@ -215,6 +225,13 @@ def generate_in_child(llm: Any, prompts: list[Prompt], params: Params | Sequence
     inputs = [prompt if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
     results = llm.generate(inputs, [SamplingParams(**one) for one in many], use_tqdm=False)
     return [as_output(result) for result in results]
+
+
+def chats_in_child(llm: Any, questions: Sequence[str]) -> list[list[int]]:
+    """Token ids of one chat per question, ready for the model's answer."""
+    tokenizer = llm.get_tokenizer()
+    chats = ([{"role": "user", "content": question}] for question in questions)
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
 
 
 def as_output(result: Any) -> Output:

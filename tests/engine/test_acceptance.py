@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from examples.smollm2 import HEAD
-from tests.engines import EngineProcess
+from tests.engines import EngineProcess, chats_in_child
 from vllm_spd.cli import main
 
 ACCEPTED, DRAFTED = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens"
@@ -29,16 +28,11 @@ QUESTIONS = (
 )
 
 
-def tokenized(llm: Any, question: str) -> list[int]:
-    chat = [{"role": "user", "content": question}]
-    return llm.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-
-
 @pytest.mark.slow
 def test_acceptance_is_the_agreement_that_eval_head_measures(smollm2: Path, tmp_path: Path) -> None:
     config = {"method": "spd", "model": str(HEAD)}
     with EngineProcess(model=str(smollm2), pipeline_parallel_size=2, speculative_config=config) as engine:
-        prompts = [engine.run(tokenized, question) for question in QUESTIONS]
+        prompts = engine.run(chats_in_child, QUESTIONS)
         outputs = [engine.generate([prompt], {"temperature": 0, "max_tokens": 128})[0] for prompt in prompts]
         metrics = engine.metrics()
     data, report = tmp_path / "answers.jsonl", tmp_path / "report.json"

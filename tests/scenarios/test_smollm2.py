@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.smollm2 import HEAD
-from tests.engines import EngineProcess
+from tests.engines import EngineProcess, chats_in_child
 from tests.scenarios.playing import check_same, play
 from tests.scenarios.scenarios import SCHEMA, Case
 
@@ -29,12 +29,6 @@ PARAMS: tuple[dict[str, Any], ...] = (
 )
 
 
-def tokenized(llm: Any, questions: tuple[str, ...]) -> list[list[int]]:
-    tokenizer = llm.get_tokenizer()
-    chats = ([{"role": "user", "content": question}] for question in questions)
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
-
-
 @pytest.fixture(scope="module")
 def plain(smollm2: Path) -> Iterator[EngineProcess]:
     with EngineProcess(model=str(smollm2), **OPTIONS) as engine:
@@ -43,7 +37,7 @@ def plain(smollm2: Path) -> Iterator[EngineProcess]:
 
 @pytest.mark.parametrize("keys", [{"model": str(HEAD)}, {"drafter": "ngram"}], ids=["pdm", "ngram"])
 def test_mixed_requests(plain: EngineProcess, smollm2: Path, keys: dict[str, Any]) -> None:
-    prompts = plain.run(tokenized, QUESTIONS)
+    prompts = plain.run(chats_in_child, QUESTIONS)
     cases = [Case(tuple(prompt), {**params, "max_tokens": 60}) for prompt in prompts for params in PARAMS]
     config = {"method": "spd", **keys}
     with EngineProcess(
